@@ -400,7 +400,10 @@ def column_of(obs: pd.DataFrame | None, key: str) -> pd.Series:
     columns = [] if obs is None else [str(column) for column in obs.columns if not str(column).startswith("_scvi_")]
     if obs is None or key not in obs:
         raise DataError(f"{key!r} is not a column of obs{suggest(key, columns, 'available')}")
-    return obs[key]
+    values = obs[key]
+    if isinstance(values.dtype, np.dtype) and not values.dtype.isnative:  # pandas selects no rows of it
+        return values.astype(values.dtype.newbyteorder("="))
+    return values
 
 
 def cell_names(cells: Cells) -> pd.Index:

@@ -14,6 +14,7 @@ import numpy as np
 from scipy import sparse
 
 from scforge._checks import check_known
+from scforge._columns import texts_of
 from scforge._constants import TARGET_SUM
 from scforge.errors import DataError, OptionError, listing, warn
 
@@ -199,24 +200,27 @@ def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
         columns = [column for column in adata.obs.columns if not str(column).startswith("_scvi_")]
         check_known(argument, key, columns, "adata.obs")
     if argument == "batch_key":
-        values = adata.obs[key].dropna()
-        measured = values.dtype.kind == "f" and (values % 1 != 0).any()
-        if (measured and values.nunique() > max(_FEW_VALUES, len(values) // 2)) or names_each_cell(adata.obs[key]):
+        texts = texts_of(adata.obs[key], key=key, argument=argument)
+        names, n_cells = texts.categories, int(texts.notna().sum())
+        measured = adata.obs[key].dtype.kind == "f" and any("." in name for name in names)
+        if (measured and len(names) > max(_FEW_VALUES, n_cells // 2)) or names_each_cell(texts):
             raise DataError(
-                f"batch_key={key!r} has {values.nunique():,} different values in {adata.n_obs:,} cells (first: "
-                f"{values.iloc[0]!s}) and does not look like a batch column; choose another column, omit batch_key, or "
-                "bin the values, e.g. with pandas.cut."
+                f"batch_key={key!r} has {len(names):,} different values in {adata.n_obs:,} cells (first: "
+                f"{texts.dropna()[0]}) and does not look like a batch column; choose another column, omit batch_key, "
+                "or bin the values, e.g. with pandas.cut."
             )
 
 
-def names_each_cell(column: pd.Series) -> bool:
-    """Return whether an obs column has many values that are all different, like barcodes."""
-    return len(column) > _FEW_VALUES and column.is_unique
+def names_each_cell(texts: pd.Categorical) -> bool:
+    """Return whether the text of an obs column has many values that are all different, like barcodes."""
+    return len(texts) > _FEW_VALUES and len(texts.categories) + bool(texts.isna().any()) == len(texts)
 
 
 def inherited_batch_key(obs: pd.DataFrame, key: str | None) -> str | None:
     """Return the `batch_key` of other data, or None if it is missing here or differs for each cell."""
-    return None if key is None or key not in obs or names_each_cell(obs[key]) else key
+    if key is None or key not in obs or names_each_cell(texts_of(obs[key], key=key, argument="batch_key")):
+        return None
+    return key
 
 
 def warn_if_transposed(adata: AnnData) -> None:
@@ -334,8 +338,9 @@ def _is_numeric(matrix: Any) -> bool:
 def _as_csr(matrix: Any, where: str) -> sparse.csr_matrix:
     if hasattr(matrix, "compute"):  # a dask array; SciPy takes one of sparse blocks for something else
         matrix = matrix.compute()
-    if getattr(matrix, "dtype", None) == np.float16:  # scipy has no sparse matrices of it
-        matrix = matrix.astype(np.float32)
+    dtype = getattr(matrix, "dtype", np.dtype(np.float32))
+    if dtype == np.float16 or not dtype.isnative:  # scipy has no sparse matrices of these
+        matrix = matrix.astype(np.float32 if dtype == np.float16 else dtype.newbyteorder("="))
     matrix = sound_csr(matrix, where)
     return matrix if matrix.has_canonical_format else canonical(matrix)
 

@@ -19,7 +19,8 @@ from anndata import AnnData
 from scipy import sparse
 from sklearn.neighbors import KNeighborsClassifier
 
-from scforge._checks import check_count, check_seed, check_share
+from scforge._checks import check_count, check_key, check_seed, check_share
+from scforge._columns import UNASSIGNED, labels_of, texts_of
 from scforge._constants import AUTO_KEY, QUERY_KEY, UNS_KEY
 from scforge._io import read_settled
 from scforge._progress import announce
@@ -62,7 +63,6 @@ from scforge.finetuning.adapters import adapters_disabled, digest_of, has_lora, 
 from scforge.finetuning.base import Evaluated, EvaluationContext, Predictor, Task
 from scforge.finetuning.heads import FineTunedModule, QueryMapping
 from scforge.finetuning.held_out import CellFingerprints, fingerprints
-from scforge.finetuning.labels import UNASSIGNED, text_labels
 from scforge.finetuning.new_cells import LabeledCells, NewCells, choose_labeled, votes_of
 from scforge.finetuning.splits import Split
 from scforge.finetuning.supervised import SupervisedTask
@@ -608,6 +608,7 @@ class Encoder(CellModel):
         >>> bool(adata.obs["scforge_cell_type"].notna().all())
         True
         """
+        check_key("key_added", key_added)
         task = self._task("predict")
         if key_added is None and self._obsm_key == QUERY_KEY:
             key_added = QUERY_KEY
@@ -711,6 +712,7 @@ class Encoder(CellModel):
         >>> table.index[0], "accuracy" in table
         ('scforge', True)
         """
+        check_key("key_added", key_added)
         if self.spec.tuning is None:
             raise OptionError(
                 "the model has no task to evaluate; call model.finetune first, or score the embedding with "
@@ -834,7 +836,7 @@ class Encoder(CellModel):
         key = next(
             (key for key in (*keys, self.spec.tuning.split.get("split_by")) if obs is not None and key in obs), None
         )
-        batches = None if key is None else pd.factorize(obs[key].iloc[rows])[0]
+        batches = None if key is None else texts_of(obs[key].iloc[rows], key=key, argument="batch_key").codes
         self._labeled = LabeledCells.calibrated(embeddings, classes[chosen], batches, in_base=base is not None)
 
     def _predictor_of_query(self, cells: Cells, batch_size: int, parts: np.ndarray | None) -> Predictor:
@@ -1168,6 +1170,7 @@ class Encoder(CellModel):
         >>> "scforge_cell_type_transferred_uncertainty" in query.obs
         True
         """
+        check_key("key_added", key_added)
         check_count("n_neighbors", n_neighbors, "cells")
         if threshold is not None:
             check_share("threshold", threshold)
@@ -1177,6 +1180,8 @@ class Encoder(CellModel):
         source = self._source(query)
         owner = reference if isinstance(reference, type(self)) else self._base if is_query else self
         labels_key = labels_key or (owner or self)._setup.get("labels_key")
+        if key_added is None:
+            check_key("labels_key", labels_key)
         if labels_key is None:
             raise OptionError(
                 "labels_key=None, but the reference was set up without labels; pass an obs column of the reference."
@@ -1191,7 +1196,7 @@ class Encoder(CellModel):
         else:
             learned = opener._source(reference)
         reference_cells = opener._open(learned)
-        labels = text_labels(reference_cells.column(labels_key), key=labels_key)
+        labels = labels_of(reference_cells.column(labels_key), key=labels_key, warns=True)
         rows = np.flatnonzero(labels.codes >= 0)
         if len(np.unique(labels.codes[rows])) < 2:
             raise DataError(f"labels_key={labels_key!r} has fewer than 2 labels in the reference; use another column.")
@@ -1281,6 +1286,7 @@ class Encoder(CellModel):
         >>> adata.varm["X_scforge_genes"].shape
         (300, 8)
         """
+        check_key("key_added", key_added)
         check_count("max_cells", max_cells, "cells")
         has_cells = adata is not None or self.adata is not None or self._data is not None
         if contextual:
@@ -1371,6 +1377,7 @@ class Encoder(CellModel):
         >>> adata.varp["scforge_attention"].shape
         (300, 300)
         """
+        check_key("key_added", key_added)
         check_count("max_cells", max_cells, "cells")
         check_count("min_cells", min_cells, "cells")
         check_count("top_k", top_k, "genes")
@@ -1446,6 +1453,7 @@ class Encoder(CellModel):
         >>> model.impute(genes=["ISG15", "TNFRSF4"]).shape
         (60, 2)
         """
+        check_key("key_added", key_added)
         source, objective = interpret.predicting(self, adata, seed)
         if not knows_zeros(objective, self.tokenizer):
             has_option = "zero_targets" in objective.option_names()
@@ -1520,6 +1528,7 @@ class Encoder(CellModel):
         >>> denoised.shape == (60, model.vocab.n_genes)
         True
         """
+        check_key("key_added", key_added)
         check_count("n_folds", n_folds, "folds", least=2)
         source, objective = interpret.predicting(self, adata, seed)
         values = predict_counted(
@@ -1650,6 +1659,7 @@ class Encoder(CellModel):
         >>> len(table)
         1
         """
+        check_key("key_added", key_added)
         check_count("max_cells", max_cells, "cells")
         if n_permutations is not None:
             check_count("n_permutations", n_permutations, "genes", least=0)
@@ -2221,7 +2231,7 @@ class Encoder(CellModel):
         if weights is None:
             weights = found.weights(shapes_of(model.module))
         load_weights(model.module, weights, source=found.source)
-        model._move_to(device)
+        model.to_device(device)
         model.is_trained_ = True  # elsewhere
         model._facts = CardFacts.of_checkpoint(found)
         return cast("Self", model)

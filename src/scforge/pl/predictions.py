@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scforge._checks import check_known
+from scforge._columns import labels_of, texts_of
 from scforge._constants import UNS_KEY
 from scforge._text import literal
 from scforge.errors import DataError
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-_UNASSIGNED = "unassigned"
 _MAX_NUMBERS = 20
 
 
@@ -96,6 +96,10 @@ def _counts(
     if truth is not None:
         columns = _columns(data, truth, f"scforge_{truth}" if predicted is None else predicted)
         columns.columns = ["label", "predicted"]
+        columns = columns.assign(
+            label=labels_of(columns["label"], key=truth, argument="truth", fractional=True),
+            predicted=texts_of(columns["predicted"], key=predicted or f"scforge_{truth}", argument="predicted"),
+        )
         known = columns.dropna()
         if not len(known):
             raise DataError(f"no cell has both a true class ({truth!r}) and a predicted class to plot.")
@@ -118,10 +122,10 @@ def _counts(
 
 
 def _columns(data: Any, *names: str) -> pd.DataFrame:
-    """Return columns of obs, or of a table, as objects."""
+    """Return columns of obs, or of a table."""
     frame = getattr(data, "obs", data)
     check_columns("data" if frame is data else "adata.obs", frame, names)
-    return frame[list(names)].astype(object)
+    return frame[list(names)]
 
 
 def calibration(
@@ -173,8 +177,9 @@ def calibration(
     confidence = f"{predicted}_confidence" if confidence is None else confidence
     columns = _columns(data, truth, predicted, confidence)
     columns.columns = ["truth", "predicted", "confidence"]
+    for name, key in (("truth", truth), ("predicted", predicted)):
+        columns = columns.assign(**{name: labels_of(columns[name], key=key, argument=name, fractional=True)})
     known = columns.dropna()
-    known = known[known["predicted"].astype(str) != _UNASSIGNED]
     if not len(known):
         raise DataError(f"no cell has a true class ({truth!r}), a predicted class and a confidence to plot.")
     sure = known["confidence"].to_numpy(dtype=np.float64)

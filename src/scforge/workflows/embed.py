@@ -516,7 +516,7 @@ def embed_to(
     if not model.is_trained_:
         warn("The model is not trained; its embedding is random.", NotTrainedWarning)
     before = model.device
-    model._move_to(chosen_device(device))
+    model.to_device(chosen_device(device))
     try:
         cells = _open(model, source)
         kept = _with_genes(model, source) if counts else None
@@ -531,7 +531,7 @@ def embed_to(
         hidden = not progress_bar or rank != 0
         return _embed_blocks(model, cells, kept, files, plan, rank, world_size, batch_size=batch_size, hidden=hidden)
     finally:
-        model._move_to(before)
+        model.to_device(before)
 
 
 def _embed_blocks(

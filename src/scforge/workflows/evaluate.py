@@ -133,7 +133,7 @@ def evaluate_to(
             )
         models = {name: _load(folder, learned) for name, folder in zip(models, folders, strict=True)}
     for one in models.values():
-        one._move_to(chosen_device(device))
+        one.to_device(chosen_device(device))
     options |= {"baselines": baselines, "batch_size": batch_size, "seed": seed}
     if by_task:
         return _evaluate_task(models["scforge"], source, output, trained_on, device, overwrite=overwrite, **options)
@@ -168,7 +168,7 @@ def _evaluate_task(
     base = None
     if base_model is not None:
         base = load_named(base_model, f"base_model={str(base_model)!r} (--base-model)")
-        base._move_to(chosen_device(device))
+        base.to_device(chosen_device(device))
     adata = in_memory(source)
     options.setdefault("intervals", path is not None)
     found = tuned.evaluate(source if adata is None else adata, base=base, **options)

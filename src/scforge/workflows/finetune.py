@@ -12,6 +12,7 @@ import pandas as pd
 from anndata import AnnData
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from scforge._columns import texts_of
 from scforge._constants import EVALUATION_FILE
 from scforge._io import atomic_write_text
 from scforge._text import without_formulas
@@ -189,7 +190,9 @@ def _found_in_cells(task: str, options: dict[str, Any], source: AnnData | Cells)
         if key is None or key not in columns:
             raise OptionError(f"perturbation_key={key!r} is not a column of obs{suggest(key, columns, 'available')}")
         values = source.obs[key] if isinstance(source, AnnData) else source.column(key)
-        found["control"] = _the_one(_CONTROLS, [str(value) for value in values.unique()], "control", task)
+        found["control"] = _the_one(
+            _CONTROLS, texts_of(values, key=key, argument="perturbation_key").categories, "control", task
+        )
     taken = " and ".join(f"finetune.{name}={value!r}" for name, value in found.items())
     logger.info("Using %s, as found in the cells.", taken)
     return found

@@ -72,7 +72,7 @@ def predict_to(
             f"{prefix} was not fine-tuned, so it has no task; run scforge finetune --base-model {model} first, or "
             "run scforge embed to embed the cells."
         )
-    tuned._move_to(chosen_device(device))
+    tuned.to_device(chosen_device(device))
     task = tuned._own_task() or tuned.objective
     assert isinstance(task, Task)
     adata = in_memory(source)
