@@ -325,6 +325,8 @@ class _Store:
         Total counts of each cell over all genes of the data, as integers if possible, shape (N,); None if not stored.
     checksums
         Checksum of each cell, uint32, shape (N,); None if not stored.
+    content_hash
+        Hash of the content, see :class:`StoreInfo`; None if not stored.
     is_own
         Whether scforge has written the store.
     """
@@ -343,10 +345,11 @@ class _Store:
         self._matrices, lengths = zip(*map(self._matrix, self._datasets), strict=True)
         self.lengths = np.concatenate(lengths)
         self.totals: np.ndarray | None = None
+        self.content_hash: str | None = None
         if info is not None:
             self._check_datasets(info)
             self._set_genes(group, info)
-            self._has_all_counts = info.counts_kept == 1.0
+            self._has_all_counts, self.content_hash = info.counts_kept == 1.0, info.content_hash
             self.totals = np.concatenate([_fitting(self._read(one, "obs", TOTAL)) for one in self._datasets])
             if not self.totals.all():  # in a store of an earlier version, missing chunks come as zeros
                 raise self._damaged(f"the column {TOTAL} of its cells contains zeros")
@@ -674,6 +677,15 @@ class StoreCells:
             If the column does not exist, or was not selected when the store was opened.
         """
         return column_of(self.obs, key)
+
+    def counts_digest(self) -> str | None:
+        """Return a hash of the counts and totals of all cells, in their order; None for collections of others.
+
+        No counts are read: the checksums of the cells are hashed, which are compared whenever a cell is read, or, for
+        a store of scforge 0.1.0, the hash in its description is returned.
+        """
+        sums = self._store.checksums
+        return self._store.content_hash if sums is None else hashlib.blake2b(sums.data, digest_size=16).hexdigest()
 
     def names(self) -> np.ndarray:
         """Read the cell names from the store, str, shape (N,)."""
