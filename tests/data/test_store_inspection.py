@@ -87,7 +87,11 @@ def test_damage_is_named(folder, part, match):
     elif place.is_file():
         place.unlink()
     else:
-        description.write_text(description.read_text().replace(StoreInfo.read("s.zarr").content_hash, "0" * 64))
+        changed = description.read_text().replace(StoreInfo.read("s.zarr").content_hash, "0" * 64)
+        description.write_text(changed)
+        with pytest.raises(DataError, match=r"s\.zarr' is corrupted: its zarr\.json does not match its checksum"):
+            inspect_store("s.zarr")
+        description.write_text(changed.replace("scforge_sha256", "of_no_meaning"))
     with pytest.raises(DataError, match=match):
         inspect_store("s.zarr", verify=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -12,7 +13,7 @@ import pandas as pd
 from scipy import sparse
 
 from scforge._constants import TARGET_SUM
-from scforge.data.checks import canonical, row_sums, sound_csr
+from scforge.data.checks import canonical, row_checksums, row_sums, sound_csr
 from scforge.data.genes import MIN_OVERLAP, map_names
 from scforge.data.sampling import _mix_keys
 from scforge.errors import DataError, OptionError, suggest
@@ -283,6 +284,12 @@ class CellSource:
     def n_expressed(self) -> np.ndarray:
         """Number of expressed vocabulary genes of each cell, int64, shape (N,)."""
         return np.diff(self.counts.indptr).astype(np.int64)
+
+    def counts_digest(self) -> str:
+        """Return a hash of the counts and totals of all cells, in their order."""
+        counts = self.counts
+        sums = row_checksums(counts.indptr, counts.indices, counts.data, self.totals)
+        return hashlib.blake2b(sums.data, digest_size=16).hexdigest()
 
     def take(self, rows: np.ndarray) -> CellSource:
         """Return the cells at `rows` as a separate source."""

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 _CHECKED: dict[int, tuple[Any, ...]] = {}
 """A mapping from id to fingerprint of matrices whose counts were checked; a changed matrix is checked again."""
 
+_MAX_COUNT = float(np.finfo(np.float32).max)
+"""Largest count: models compute with counts as float32."""
+
 REPAIR = "write the file again, or rebuild the matrix"
 """Advice for a corrupted matrix."""
 
@@ -100,6 +103,19 @@ def unsound_row(counts: sparse.csr_matrix) -> int:
     return int(_unsound_row(counts.indptr, counts.indices, counts.data, counts.shape[1]))
 
 
+def row_checksums(indptr: np.ndarray, genes: np.ndarray, counts: np.ndarray, totals: np.ndarray) -> np.ndarray:
+    """Return a checksum of the genes, counts and total of each row, uint32, shape (number of rows,).
+
+    The checksum depends on the order of the entries, but not on the types of the arrays.
+    """
+    sums = np.empty(len(indptr) - 1, dtype=np.uint32)
+    # Bits of a positive number are those of an unsigned one, which is mixed in half the time.
+    parts = (part.view(f"u{part.itemsize}") if part.dtype.kind == "i" else part for part in (genes, counts))
+    bits = np.ascontiguousarray(totals, dtype=np.float64).view(np.uint64)
+    _checksums(indptr.astype(np.int64, copy=False), *parts, bits, sums)  # type: ignore[call-arg]
+    return sums
+
+
 def pick_genes(counts: sparse.csr_matrix, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return boundaries, new gene indices (int32) and counts (float32) of sorted rows, without columns mapped to -1.
 
@@ -122,6 +138,21 @@ def _unsound_row(indptr, indices, data, n_genes):
                 return row
             last = gene
     return -1
+
+
+@numba.njit(cache=True, nogil=True)
+def _checksums(indptr, genes, counts, totals, sums):
+    """Sum a mix of the position, gene and count of each entry, so that any single change is seen."""
+    odd, other = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
+    step, high = np.uint64(0xD1342543DE82EF95), np.uint64(32)
+    for row in range(len(indptr) - 1):
+        found = (totals[row] + odd) * other
+        place = np.uint64(0)
+        for entry in range(indptr[row], indptr[row + 1]):
+            place += step
+            mixed = ((np.uint64(genes[entry]) << high | np.uint64(counts[entry])) ^ place) * odd
+            found += (mixed ^ (mixed >> high)) * other
+        sums[row] = np.uint32(found ^ (found >> high))
 
 
 @numba.njit(cache=True, nogil=True)
@@ -351,6 +382,8 @@ def value_problem(data: np.ndarray) -> str | None:
         return f"contains {int((~np.isfinite(data)).sum())} missing or infinite values"
     if len(data) and data.min() < 0:
         return f"contains negative values (smallest: {data.min():g})"
+    if data.dtype.kind == "f" and len(data) and data.max() > _MAX_COUNT:
+        return f"contains values above the largest float32, {_MAX_COUNT:.1e} (largest: {data.max():g})"
     if data.dtype.kind == "f" and (fractional := data != np.floor(data)).any():
         return f"contains values that are not whole numbers (first: {data[fractional][0]:g})"
     return None

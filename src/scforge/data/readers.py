@@ -260,6 +260,34 @@ _CODECS = {
 
 _MAY_NAME_CODECS = ("zarr.json", ".zarray", ".zmetadata")
 
+_NEEDED = re.compile(
+    r"(?:^|/)(?:(?:X|layers/[^/]+)/(?:data|indices|indptr)|(?:obs|var)/_?index(?:/values)?)/(?:c/)?\d+$"
+)
+"""Pattern of the chunks of sparse counts and of names. None consists of zeros or empty names, so that none is left out
+when an array is written."""
+
+_CHUNK = re.compile(r"(?:^|/)c(?:/\d+)*$")
+"""Pattern of the chunks of a zarr v3 array."""
+
+CHECKSUM = "scforge_sha256"
+"""Root attribute with the checksum of all metadata in the ``zarr.json`` of a store."""
+
+
+def metadata_checksum(document: Mapping[str, Any]) -> str:
+    """Return the SHA-256 hash of the content of a ``zarr.json``, without the attribute that holds it."""
+    kept = {name: value for name, value in document["attributes"].items() if name != CHECKSUM}
+    return hashlib.sha256(json.dumps({**document, "attributes": kept}, sort_keys=True).encode()).hexdigest()
+
+
+def check_metadata(document: Any, place: str) -> None:
+    """Raise a DataError if the content of a ``zarr.json`` does not match the checksum in it, if there is one."""
+    attributes = document.get("attributes") if isinstance(document, dict) else None
+    if isinstance(attributes, dict) and CHECKSUM in attributes and attributes[CHECKSUM] != metadata_checksum(document):
+        raise DataError(
+            f"{place} is corrupted: its zarr.json does not match its checksum; copy the store again, or convert the "
+            "data again."
+        )
+
 
 def open_group(
     place: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, *, mode: Any = "r"
@@ -285,7 +313,19 @@ def open_group(
 
 # zarrs reads from a store of this name itself, which is much faster.
 class LocalStore(storage.LocalStore):
-    """A zarr folder that accepts only safe codecs."""
+    """A zarr folder that accepts only safe codecs, and in which no chunk of counts or names may be missing.
+
+    Attributes
+    ----------
+    is_complete
+        Whether no chunk of any other array may be missing either.
+    """
+
+    is_complete = False
+
+    def place(self, key: str) -> str:
+        """Return the path of `key` for messages."""
+        return repr(str(self.root / key))
 
     async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
         """Return the bytes of `key`."""
@@ -297,40 +337,51 @@ class LocalStore(storage.LocalStore):
 
 
 class RemoteStore(storage.FsspecStore):
-    """A remote zarr store with retries that accepts only safe codecs."""
+    """A remote zarr store with retries that accepts only safe codecs; for missing chunks, see :class:`LocalStore`."""
 
-    def _name(self, key: str = "") -> str:
+    is_complete = False
+
+    def place(self, key: str = "") -> str:
+        """Return the URL of `key` for messages."""
         return repr(self.fs.unstrip_protocol(f"{self.path}/{key}".rstrip("/")))
 
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
         """Return the bytes of `key`."""
         get = super().get
-        return _checked(self, key, await ask_again(lambda: get(key, prototype, byte_range), self._name(key)))
+        return _checked(self, key, await ask_again(lambda: get(key, prototype, byte_range), self.place(key)))
 
     async def get_partial_values(self, prototype: Any, key_ranges: Iterable[Any]) -> Any:
         """Return the bytes of several keys."""
         ranges, get = list(key_ranges), super().get_partial_values
-        return await ask_again(lambda: get(prototype, ranges), self._name())
+        contents = await ask_again(lambda: get(prototype, ranges), self.place())
+        return [_checked(self, key, content) for (key, _), content in zip(ranges, contents, strict=True)]
 
     async def exists(self, key: str) -> bool:
         """Return whether `key` exists."""
         exists = super().exists
-        return await ask_again(lambda: exists(key), self._name(key))
+        return await ask_again(lambda: exists(key), self.place(key))
 
     async def set(self, key: str, value: Any, byte_range: Any = None) -> None:
         """Write `key` as a whole, so that an interrupted attempt leaves nothing behind."""
         write = super().set
-        await ask_again(lambda: write(key, value, byte_range), self._name(key))
+        await ask_again(lambda: write(key, value, byte_range), self.place(key))
 
 
 def _checked(store: Any, key: str, content: Any) -> Any:
-    """Return the content of `key`. Raises a DataError if it is metadata that names an unsafe codec."""
-    if content is None or key.rpartition("/")[2] not in _MAY_NAME_CODECS:
+    """Return the content of `key`. Raises a DataError if a chunk is missing, or metadata are corrupted or unsafe."""
+    if content is None:
+        # For zarr, a missing chunk is one of zeros.
+        if store.read_only and (_NEEDED.search(key) or (store.is_complete and _CHUNK.search(key))):
+            raise missing_chunk(store, key)
+        return None
+    if key.rpartition("/")[2] not in _MAY_NAME_CODECS:
         return content
     try:
         described = json.loads(content.to_bytes())
     except (ValueError, RecursionError):
         return content  # zarr cannot read it either, and raises
+    if key == "zarr.json":
+        check_metadata(described, store.place(""))
     for codec in _codecs(described):
         if codec.removeprefix("numcodecs.") not in _CODECS:
             raise DataError(
@@ -338,6 +389,11 @@ def _checked(store: Any, key: str, content: Any) -> Any:
                 "with anndata."
             )
     return content
+
+
+def missing_chunk(store: LocalStore | RemoteStore, key: str) -> DataError:
+    """Return the error for a chunk that does not exist."""
+    return DataError(f"{store.place(key)} is missing; copy the data again, or write them again.")
 
 
 def _codecs(node: Any) -> Iterator[str]:
@@ -983,7 +1039,11 @@ def root_attributes(place: str, options: Mapping[str, Any] | None = None) -> dic
         name = f"{path}/zarr.json"
         if not is_url(place):
             check_regular(name)
-        return dict(json.loads(system.cat_file(name)).get("attributes", {})) if system.exists(name) else None
+        if not system.exists(name):
+            return None
+        document = json.loads(system.cat_file(name))
+        check_metadata(document, repr(place))
+        return dict(document.get("attributes", {}))
 
 
 def is_collection(place: str, options: Mapping[str, Any] | None = None) -> bool:
