@@ -186,12 +186,7 @@ def test_urls_that_open_more_than_they_name(url: str, model: Path, tmp_path: Pat
         "convert": lambda: convert(url, "out.zarr"),
         "inspect_store": lambda: inspect_store(url),
         "data.paths": lambda: scforge.workflows.check_config(Config(data={"paths": [url]})),
-        "eval.datasets": lambda: scforge.workflows.check_config(
-            Config(
-                data={"paths": [str(model / "adata.h5ad")]},
-                eval={"datasets": {"a": url}, "benchmarks": ["cell_type_annotation"]},
-            )
-        ),
+        "eval.datasets": lambda: scforge.workflows.check_config(Config(data=cells, eval=evaluation)),
         "embedding": lambda: Encoder.load(model).get_latent_representation(url),
         "embed_to": lambda: scforge.workflows.embed_to(str(model), url, "out.h5ad"),
         "data sets": lambda: open_cells([str(model / "adata.h5ad"), url]),

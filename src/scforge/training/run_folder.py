@@ -149,8 +149,8 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
         if state["format"] != FORMAT:
             raise TrainingError(
                 f"the checkpoint {str(folder)!r} has the format {state['format']!r} (of scforge "
-                f"{state.get('scforge_version')}), but scforge {__version__} reads the format {FORMAT}; resume training "
-                "with the version that saved the checkpoint."
+                f"{state.get('scforge_version')}), but scforge {__version__} reads the format {FORMAT}; resume "
+                "training with the version that saved the checkpoint."
             )
         if not all(isinstance(state[name], int) and state[name] >= 0 for name in ("epoch", "step")):
             raise TypeError("epoch and step must be numbers")
