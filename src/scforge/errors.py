@@ -57,7 +57,7 @@ _SCHEME = r"\b[A-Za-z][A-Za-z0-9+.-]+:/{1,2}"
 _URL = re.compile(
     rf"(?<=')(?P<single>{_SCHEME})(?:\\.|[^'\\\n])*"
     rf'|(?<=")(?P<double>{_SCHEME})(?:\\.|[^"\\\n])*'
-    # A password may contain spaces; a port is none.
+    # A password may contain spaces, and is not a port.
     rf"|(?P<bare>{_SCHEME})(?:[^\s/?#@:'\"]*:(?!\d{{1,5}}(?:[/?#\s]|$))(?=\S)[^\n'\"]*?@)?[^\s'\"<>]*"
 )
 """Pattern of a URL, up to the closing quote of a quoted one."""

@@ -135,8 +135,9 @@ def test_embeddings_of_categories_with_dollar_signs() -> None:
 
 @pytest.mark.parametrize("name", ["a\x1b[31mb.h5ad", "a\x9b2Jb.h5ad", "a\u202eb.h5ad", "a\udc80b.h5ad"])
 def test_errors_on_a_terminal(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["inspect", name], ["embed", name, "-m", "m", "-o", "x.h5ad"], ["config", "check", name], [name]):
-        with pytest.raises(SystemExit) if command == [name] else nullcontext():
+    usage = [[name], ["inspect", "x.h5ad", name]]
+    for command in (["inspect", name], ["embed", name, "-m", "m", "-o", "x.h5ad"], ["config", "check", name], *usage):
+        with pytest.raises(SystemExit) if command in usage else nullcontext():
             assert main(command) == 2
         error = capsys.readouterr().err
         assert name not in error

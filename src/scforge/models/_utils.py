@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -84,13 +84,13 @@ _MAX_PARTS = 20_000
 class _Bounded(TorchFunctionMode):
     """Refuses a weight before it is created if the weights would take more than a number of bytes."""
 
-    def __init__(self, n_bytes: int | None) -> None:
+    def __init__(self, n_bytes: int) -> None:
         super().__init__()
         self._most, self._n_bytes = n_bytes, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if self._most is not None and func in (torch.empty, torch.zeros, torch.ones, torch.randn, torch.rand):
+        if func in (torch.empty, torch.zeros, torch.ones, torch.randn, torch.rand):
             shape = given.get("size", args)
             shape = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
             self._n_bytes += 4 * math.prod(shape)
@@ -118,7 +118,7 @@ def bounded(n_bytes: int | None = None) -> Iterator[None]:
 
     handle = register_module_module_registration_hook(count)
     try:
-        with _Bounded(n_bytes):
+        with nullcontext() if n_bytes is None else _Bounded(n_bytes):
             yield
     finally:
         handle.remove()
