@@ -102,7 +102,7 @@ def texts_of(values: Any, *, key: str, argument: str, fractional: bool = True) -
     values = values if isinstance(values, pd.Series) else pd.Series(values)
     codes, found = _factorized(values)
     if not fractional and pd.api.types.is_float_dtype(values):
-        odd = [number for number in found if number == number and number % 1 != 0]
+        odd = [number for number in found if np.isinf(number) or (number == number and number != np.floor(number))]
         if odd:
             raise DataError(
                 f"{argument}={key!r} contains non-integer numbers (first: {odd[0]:g}) instead of classes; bin them "
