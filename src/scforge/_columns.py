@@ -20,11 +20,11 @@ UNASSIGNED, HETEROGENEOUS = "unassigned", "Heterogeneous"
 """Labels that the package itself writes for cells without one: by a threshold, and by majority voting."""
 
 _NO_LABEL = frozenset(
-    ["", "nan", "<na>", "na", "n/a", "n.a.", "nat", "none", "null", "unknown", "unlabeled", "unlabelled", "not labeled"]
-    + ["not labelled", "unannotated", "not annotated", "unclassified", "undefined", "undetermined", "not assigned"]
+    ["", "nan", "<na>", "na", "n/a", "n.a.", "nat", "none", "null", "unknown", "unlabeled", "not labeled"]
+    + ["unannotated", "not annotated", "unclassified", "undefined", "undetermined", "not assigned"]
     + ["not available", "missing", UNASSIGNED, HETEROGENEOUS.casefold()]
 )
-"""Words that mean "no label", in lower case, with spaces instead of underscores."""
+"""Words that mean "no label", in American spelling, lower case, with spaces instead of underscores."""
 
 
 def text_of(value: Any) -> str | None:
@@ -191,7 +191,7 @@ def means_no_label(name: str) -> bool:
     >>> [means_no_label(name) for name in (" N/A ", "Not_Assigned", "NK")]
     [True, True, False]
     """
-    return name.strip().casefold().replace("_", " ") in _NO_LABEL
+    return name.strip().casefold().replace("_", " ").replace("labell", "label") in _NO_LABEL
 
 
 def codes_among(texts: pd.Categorical, names: Sequence[str], *, unknown: int = -1) -> np.ndarray:

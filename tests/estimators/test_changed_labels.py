@@ -166,7 +166,9 @@ def test_big_endian_counts_and_views_of_files(trained, module_adata, tmp_path):
         DataError, match=r"adata is a view of an AnnData backed by .*load the AnnData with adata.to_memory"
     ):
         trained.get_latent_representation(view)
-    np.testing.assert_allclose(trained.get_latent_representation(backed.to_memory()[:, ::-1]), expected, atol=1e-6)
+    np.testing.assert_allclose(
+        trained.get_latent_representation(backed.to_memory()[:, ::-1].copy()), expected, atol=1e-6
+    )
 
 
 def test_a_device_without_a_driver_is_one_sentence(trained):
