@@ -20,11 +20,11 @@ UNASSIGNED, HETEROGENEOUS = "unassigned", "Heterogeneous"
 """Labels that the package itself writes for cells without one: by a threshold, and by majority voting."""
 
 _NO_LABEL = frozenset(
-    ["", "nan", "<na>", "na", "n/a", "n.a.", "nat", "none", "null", "unknown", "unlabeled", "unlabelled", "not labeled"]
-    + ["not labelled", "unannotated", "not annotated", "unclassified", "undefined", "undetermined", "not assigned"]
+    ["", "nan", "<na>", "na", "n/a", "n.a.", "nat", "none", "null", "unknown", "unlabeled", "not labeled"]
+    + ["unannotated", "not annotated", "unclassified", "undefined", "undetermined", "not assigned"]
     + ["not available", "missing", UNASSIGNED, HETEROGENEOUS.casefold()]
 )
-"""Words that mean "no label", in lower case, with spaces instead of underscores."""
+"""Words that mean "no label", in American spelling, lower case, with spaces instead of underscores."""
 
 
 def text_of(value: Any) -> str | None:
@@ -102,7 +102,7 @@ def texts_of(values: Any, *, key: str, argument: str, fractional: bool = True) -
     values = values if isinstance(values, pd.Series) else pd.Series(values)
     codes, found = _factorized(values)
     if not fractional and pd.api.types.is_float_dtype(values):
-        odd = [number for number in found if number == number and number % 1 != 0]
+        odd = [number for number in found if np.isinf(number) or (number == number and number != np.floor(number))]
         if odd:
             raise DataError(
                 f"{argument}={key!r} contains non-integer numbers (first: {odd[0]:g}) instead of classes; bin them "
@@ -191,7 +191,7 @@ def means_no_label(name: str) -> bool:
     >>> [means_no_label(name) for name in (" N/A ", "Not_Assigned", "NK")]
     [True, True, False]
     """
-    return name.strip().casefold().replace("_", " ") in _NO_LABEL
+    return name.strip().casefold().replace("_", " ").replace("labell", "label") in _NO_LABEL
 
 
 def codes_among(texts: pd.Categorical, names: Sequence[str], *, unknown: int = -1) -> np.ndarray:

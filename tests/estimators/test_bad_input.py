@@ -131,7 +131,7 @@ def test_backed(tiny_adata: ad.AnnData, form, tmp_path) -> None:
     np.testing.assert_array_equal(embeddings[0], embeddings[1])
     assert backed.obs["predicted"].tolist() == tiny_adata.obs["predicted"].tolist()
     np.testing.assert_array_equal(model.get_latent_representation(tiny_adata, key_added=None), embeddings[0])
-    hint = "adata is a view of an AnnData backed by '", "load it with adata = adata.to_memory()"
+    hint = "adata is a view of an AnnData backed by '", "load the AnnData with adata.to_memory()"
     fails(lambda: model.get_latent_representation(backed[:10]), DataError, *hint)
     assert backed.isbacked
     backed.file.close()

@@ -1171,7 +1171,8 @@ def _open_object(source: Any, layer: str | None, modality: str | None) -> ChunkR
         return AdataStream(source, layer)
     if source.is_view:
         raise DataError(
-            f"adata is a view of an AnnData backed by {str(source.filename)!r}; load it with adata = adata.to_memory()."
+            f"adata is a view of an AnnData backed by {str(source.filename)!r}; load the AnnData with "
+            "adata.to_memory() before selecting cells or genes."
         )
     return BackedStream(source, layer)
 

@@ -416,6 +416,14 @@ class CellModel(BaseModelClass, metaclass=_Front):
         ------
         OptionError
             If the device is not available.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> model = scforge.models.Encoder.load("scforge://pbmc3k-light")
+        >>> model.to_device("cpu")
+        >>> model.device
+        device(type='cpu')
         """
         try:
             super().to_device(device)

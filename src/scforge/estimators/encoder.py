@@ -88,6 +88,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("scforge")
 
+_CONTINUED = 0.1
+"""Fraction of the default learning rate at which a fine-tuned model continues training."""
+
 _MOST_OF_QUERY = 5_000
 """Maximum number of query cells used to fit the mapping onto the reference."""
 
@@ -236,7 +239,8 @@ class Encoder(CellModel):
             Number of cells per step and process; ``"auto"`` uses the largest batch that fits into memory. If None, uses
             the objective's default.
         lr
-            Peak learning rate. If None, uses the objective's default.
+            Peak learning rate. If None, uses the objective's default. A fine-tuned model with labels that is trained
+            again continues at a constant tenth of it, unless `lr` or `schedule` is given.
         validation_size
             Fraction of cells in the validation set. The cells are sampled with the model's seed, so every call holds
             out the same cells. If None, holds out 0.1.
@@ -297,7 +301,11 @@ class Encoder(CellModel):
             max_tokens_per_batch=how.max_tokens_per_batch,
             num_threads=how.num_threads,
         )
-        plan = TrainingPlan(self.module, objective, **{name: getattr(how, name) for name in OF_PLAN})
+        of_plan = {name: getattr(how, name) for name in OF_PLAN}
+        if self.is_trained_ and isinstance(objective, SupervisedTask) and how.lr is None and how.schedule is None:
+            # The schedule has ended; at its peak again, the head would first lose what it has learned.
+            of_plan |= {"lr": _CONTINUED * objective.defaults.lr, "schedule": "constant"}
+        plan = TrainingPlan(self.module, objective, **of_plan)
         try:
             # Initializes the weights, fits with Lightning, and stores the best weights, the history and the epochs.
             run_training(self, data, plan, how)

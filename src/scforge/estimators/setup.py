@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from anndata import AnnData
 from mudata import MuData
@@ -79,12 +80,17 @@ class ObsField(CategoricalObsField):
         key = self._original_attr_key
         column = adata.obs[key]
         read = partial(labels_of, fractional=True) if self.allow_missing else texts_of
-        texts = read(column, key=key, argument="labels_key" if self.allow_missing else "batch_key")
+        argument = "labels_key" if self.allow_missing else "batch_key"
+        texts = read(column, key=key, argument=argument)
         missing = int(texts.isna().sum())
         if missing and not self.allow_missing:
             lacking = f"adata.obs[{key!r}] is missing for {missing} of {adata.n_obs} cells"
             raise DataError(f"{lacking}; fill in the values or drop these cells.")
-        mapping = [*dict.fromkeys([*(text_of(name) for name in known), *texts.categories])]
+        names = list(texts.categories)
+        if isinstance(column.dtype, pd.CategoricalDtype):  # in the order of the user
+            in_order = read(column.cat.remove_unused_categories().cat.categories.array, key=key, argument=argument)
+            names = list(dict.fromkeys(in_order.dropna()))
+        mapping = [*dict.fromkeys([*map(text_of, known), *names])]
         adata.obs[self.attr_key] = codes_among(texts, mapping)
         return {self.CATEGORICAL_MAPPING_KEY: np.array(mapping, dtype=object), self.ORIGINAL_ATTR_KEY: key}
 

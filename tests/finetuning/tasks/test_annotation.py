@@ -132,6 +132,7 @@ def test_calibration_lowers_the_loss_of_other_cells(cells200, tuned):
     assert (np.array(["a", "b"])[before] == np.asarray(table["label"])[HELD_OUT]).all()
 
 
+@pytest.mark.filterwarnings("ignore:labels_key=.* cells are scored")
 def test_evaluation(cells200, tuned, context):
     cells200.obs["type"] = pd.Series(labeled(cells200), index=cells200.obs_names)
     cells200.obs.iloc[190:195, cells200.obs.columns.get_loc("type")] = np.nan

@@ -79,6 +79,7 @@ def test_cells_without_values(sets, tuned, step):
     np.testing.assert_array_equal(usable, np.arange(200) % 4 != 2)
 
 
+@pytest.mark.filterwarnings("ignore:labels_key=.* cells are scored")
 def test_evaluation(sets, tuned, context):
     sets.obs["sets"] = sets.obs["sets"].astype(object)
     place = sets.obs.columns.get_loc("sets")

@@ -74,6 +74,7 @@ def test_cells_without_number_do_not_count(aged, tuned, step):
         predictor.task.bind(predictor.cells, np.arange(140, 170))
 
 
+@pytest.mark.filterwarnings("ignore:labels_key=.* cells are scored")
 def test_evaluation(aged, tuned, context):
     aged.obs.loc[aged.obs_names[190:], "age"] = np.nan
     predictor = tuned("regression", aged, labels_key="age")
