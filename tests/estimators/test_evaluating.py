@@ -258,5 +258,5 @@ def test_harmony_on_one_batch_says_what_is_missing(trained: Encoder) -> None:
     cells = trained.adata.copy()
     cells.obs["site"] = "one"
     Encoder.setup_anndata(cells, labels_key="group", batch_key="site")
-    with pytest.raises(DataError, match="batch_key='site' has only one value ('one'); choose"):
+    with pytest.raises(DataError, match=r"batch_key='site' has only one value \('one'\); choose"):
         evaluate_models(trained, cells, baselines=["harmony"])
