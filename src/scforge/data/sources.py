@@ -98,8 +98,8 @@ def _in_memory(
     of_sources = np.stack([gene_map.measured for gene_map in maps])
     measured = of_sources.any(axis=0)
     if not (of_sources == measured).all():
-        sums = np.bincount(counts.indices, counts.data, minlength=vocab.n_genes)
-        warn_of_partial(share_of_partial(sums, of_sources), of_sources)
+        of_genes = np.bincount(counts.indices, counts.data, minlength=vocab.n_genes)
+        warn_of_partial(share_of_partial(of_genes, of_sources), of_sources)
     return CellSource(
         counts=counts,
         totals=totals,

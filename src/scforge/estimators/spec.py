@@ -567,9 +567,9 @@ def vocab_of_cells(
         columns = {name: column.iloc[rows] for name, column in columns.items()}
         lacking = _lacking(some.counts, columns, np.ones(made.n_genes, dtype=bool), chooses=chooses)
     if lacking.any():
-        kept = kept_genes(keep_genes, made, "the cells") if len(keep_genes) else []
         shared = ~lacking
-        shared[kept] = True
+        if len(keep_genes):
+            shared[kept_genes(keep_genes, made, "the cells")] = True
         made = made.subset(shared)
         cells = cells.with_vocab(made)
     if n_top_genes is not None and n_top_genes < made.n_genes:
@@ -609,7 +609,7 @@ def _lacking(
     found = np.zeros(len(among), dtype=bool)
     rows = choose_rows(counts.shape[0], _CELLS_OF_BATCHES)
     counts = counts[rows]
-    reports = []
+    reports: list[tuple[np.ndarray, Sequence[str], str]] = []
     for name, column in columns.items():
         codes, batches = pd.factorize(np.asarray(column.astype(object).iloc[rows], dtype=object))
         lacking = lacking_genes(counts, codes) & among
