@@ -14,7 +14,7 @@ help: ## Show the jobs
 
 quickstart: ## Install scforge, integrate and annotate bundled cells, write a UMAP and a report to quickstart/
 	@$(INSTALL)
-	$(VENV)/bin/scforge quickstart --output quickstart
+	$(VENV)/bin/scforge quickstart --output quickstart --overwrite
 
 test: ## Run the tests, in minutes; ARGS="-k tokenizer" passes options to pytest
 	@$(INSTALL) test

@@ -36,13 +36,13 @@ def test_push_pull_and_embed(hub, model: Encoder, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == f"{hub.url}/org/light\n"
     assert hub.repos["org/light"].private
     sent, saved = hub.files("org/light")["README.md"].decode(), Path("base/README.md").read_text()
-    assert 'load("org/light")' in sent
+    assert 'load("hf://org/light")' in sent
     assert "\n# light\n" in sent
     assert "this file is in" in saved
     assert main(["pull", "org/light", "-o", "pulled"]) == 0
     assert capsys.readouterr().out == "pulled\n"
     assert sorted(path.name for path in Path("pulled").iterdir()) == sorted([*FILES, "origin.json"])
-    assert main(["embed", "cells.h5ad", "-m", "org/light", "-o", "out.h5ad", "--quiet"]) == 0
+    assert main(["embed", "cells.h5ad", "-m", "hf://org/light", "-o", "out.h5ad", "--quiet"]) == 0
     expected = model.get_latent_representation(key_added=None)
     np.testing.assert_allclose(ad.read_h5ad("out.h5ad").obsm["X_scforge"], expected, atol=1e-6)
 
@@ -116,14 +116,14 @@ def test_adapters_are_trained_sent_and_used_by_name(hub, model: Encoder, capsys:
     assert main(["push", "base", "org/light"]) == 0
     options = ["--task", "annotation", "--labels-key", "group", "--max-epochs", "1", "--quiet", "finetune.lora={r: 2}"]
     quick = ["training.accelerator=cpu", "training.batch_size=16"]
-    assert main(["finetune", "--base-model", "org/light", "--data", "cells.h5ad", "-o", "OUT", *options, *quick]) == 0
+    assert main(["finetune", "--base-model", "hf://org/light", "--data=cells.h5ad", "-o", "OUT", *options, *quick]) == 0
     tuned = Encoder.load("OUT/final")
     tuned.save("adapter", adapter_only=True)
     assert main(["push", "adapter", "org/groups", "--base", "org/light"]) == 0
     Path("adapter/README.md").write_text("---\ntags: [ours]\n---\n# Our groups\n")
     assert main(["push", "adapter", "org/groups", "--base", "org/light"]) == 0
     assert hub.files("org/groups")["README.md"] == Path("adapter/README.md").read_bytes()
-    assert main(["predict", "cells.h5ad", "-m", "org/groups", "-o", "labels.csv", "--quiet"]) == 0
+    assert main(["predict", "cells.h5ad", "-m", "hf://org/groups", "-o", "labels.csv", "--quiet"]) == 0
     found = pd.read_csv("labels.csv", index_col=0)["label"]
     expected = tuned.predict(ad.read_h5ad("cells.h5ad"))["label"].astype(str)
     assert found.tolist() == expected.tolist()
@@ -140,8 +140,8 @@ def test_adapters_are_trained_sent_and_used_by_name(hub, model: Encoder, capsys:
         ),
         ("pull org/nothing", "there is no repository 'org/nothing'"),
         (
-            "embed cells.h5ad -m org/nothing -o out.h5ad",
-            "(--model) (not a local folder): there is no repository",
+            "embed cells.h5ad -m hf://org/nothing -o out.h5ad",
+            "(--model): there is no repository",
         ),
         ("predict cells.h5ad -m nothing -o out.csv", "model='nothing' (--model) does not exist; pass the folder"),
     ],
@@ -156,7 +156,7 @@ def test_the_environment_alone_says_where_the_hub_is(hub, model: Encoder) -> Non
     """A process of its own, as somebody starts it: address, token, cache and offline mode by their usual variables."""
     main(["push", "base", "org/light"])
     environment = {**os.environ, "HF_HOME": str(Path("home").resolve()), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    command = [sys.executable, "-c", "from scforge.hub import resolve; print(resolve('org/light'))"]
+    command = [sys.executable, "-c", "from scforge.hub import resolve; print(resolve('hf://org/light'))"]
     fetched = subprocess.check_output(command, env=environment, text=True).strip()
     assert sorted(path.name for path in Path(fetched).iterdir()) == FILES
     assert Path(fetched).is_relative_to(Path("home").resolve())

@@ -110,6 +110,15 @@ def check_choice(argument: str, value: Any, known: Iterable[object]) -> str:
     return str(value)
 
 
+def check_key(argument: str, key: Any) -> None:
+    """Raise an OptionError if a key, unless it is None, cannot be written to an h5ad file."""
+    if key is None or (isinstance(key, str) and key and "/" not in key):
+        return
+    if isinstance(key, str) and key:
+        raise OptionError(f"{argument}={key!r} contains a slash, which h5ad files do not allow; use another name.")
+    raise OptionError(f"{argument}={key!r} is not a name; pass text that is not empty.")
+
+
 def check_known(
     argument: str,
     name: object,

@@ -32,3 +32,7 @@ QUERY_KEY: Final = "X_scforge_query"
 AUTO_KEY: Final = "auto"
 """Value that lets the model choose between the two keys above."""
 UNS_KEY: Final = "scforge"
+
+REPORT_FILES: Final = ("report.json", "report.csv", "report.html", "report.md")
+EVALUATION_FILE: Final = "evaluation.csv"
+"""Scores of a fine-tuned model in the folder of its training run."""

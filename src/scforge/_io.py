@@ -1,4 +1,10 @@
-"""File handling: atomic writes (a reader sees the old or the complete new file), and validated JSON."""
+"""Reading and writing files: this module alone decides what may be written, replaced and removed.
+
+An existing file is replaced only if the user allows it, a folder only if in addition scforge wrote all of it, and a
+file beside those of scforge never. Names within a folder are constants of this module; names that a file contains are
+never used as paths. Working files have random names next to their target, and links are not followed. Reading changes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +14,17 @@ import hashlib
 import io
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scforge.errors import MissingFileError, ModelFileError, OptionError, first_line, listing
+from scforge._opening import check_plain, check_regular
+from scforge.errors import MissingFileError, ModelFileError, OptionError, first_line, listing, spelled, warn
 
 if TYPE_CHECKING:
     import h5py
@@ -26,7 +34,7 @@ if TYPE_CHECKING:
 def check_folder(argument: str, path: str | os.PathLike[str]) -> None:
     """Raise an OptionError if `path`, where a folder is expected, or one of its parents is a file."""
     for place in (Path(path), *Path(path).parents):
-        if place.is_file():
+        if place.exists() and not place.is_dir():
             raise OptionError(
                 f"{argument}={str(path)!r} cannot be a folder, because {str(place)!r} is a file; choose another path."
             )
@@ -44,33 +52,118 @@ def check_writable(argument: str, path: str | os.PathLike[str]) -> None:
         raise OptionError(f"{argument}={str(path)!r} cannot be written ({error.strerror}).") from error
 
 
+def check_output(
+    argument: str, path: str | os.PathLike[str], *, overwrite: bool, inputs: Iterable[str | os.PathLike[str]] = ()
+) -> Path:
+    """Return the path of a file to write.
+
+    Raises
+    ------
+    OptionError
+        If it is an input file, a folder, a link or a device, if it exists and `overwrite` is False, or if it is not
+        writable.
+    """
+    prefix, file = f"{argument}={str(path)!r}", Path(path)
+    if any(os.path.realpath(file) == os.path.realpath(one) for one in inputs):
+        raise OptionError(f"{prefix} is the input file; choose another name.")
+    check_folder(argument, file.parent)
+    _check_replaceable(prefix, file, overwrite=overwrite)
+    check_writable(argument, file)
+    return file
+
+
+def _check_replaceable(prefix: str, file: Path, *, overwrite: bool) -> None:
+    if file.is_symlink():
+        raise OptionError(f"{prefix} is a link; pass the path of the file that it points to.")
+    if file.is_dir():
+        raise OptionError(f"{prefix} is a folder; pass the path of a file.")
+    if file.exists() and not file.is_file():
+        raise OptionError(f"{prefix} is not a regular file; choose another name.")
+    if file.exists() and not overwrite:
+        how = spelled("overwrite=True", "--overwrite")
+        raise OptionError(f"{prefix} exists; choose another name, or pass {how} to replace it.")
+
+
 @contextlib.contextmanager
-def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_path(path: str | os.PathLike[str], *, overwrite: bool, argument: str = "path") -> Iterator[Path]:
     """Yield a temporary path next to `path`, which replaces `path` on success and is removed on error.
 
-    The temporary name keeps the suffix of `path`, because some writers infer the format from it.
+    The temporary name keeps the suffix of `path`, because some writers infer the format from it. `argument` is the name
+    of `path` in the errors of :func:`check_output`, which are also raised if a file has appeared there meanwhile.
     """
     path = Path(path)
-    with _named(path, path.parent / f".{path.stem}."):
+    prefix = f"{argument}={str(path)!r}"
+    with _named(path, f"{path.parent / f'.{path.stem}'}."):
         path.parent.mkdir(parents=True, exist_ok=True)
+        _check_replaceable(prefix, path, overwrite=overwrite)
         temporary, mode = _new_file(path.parent, path.stem, path.suffix)
         try:
             yield temporary
             temporary.chmod(mode)
+            _check_replaceable(prefix, path, overwrite=overwrite)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
 
 
-def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write `data` to `path` atomically."""
-    with atomic_path(path) as temporary:
+def atomic_write_bytes(path: str | os.PathLike[str], data: bytes, *, overwrite: bool, argument: str = "path") -> None:
+    """Write `data` to `path` atomically, see :func:`atomic_path`."""
+    with atomic_path(path, overwrite=overwrite, argument=argument) as temporary:
         temporary.write_bytes(data)
 
 
-def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` to `path` atomically, as UTF-8."""
-    atomic_write_bytes(path, text.encode())
+def atomic_write_text(path: str | os.PathLike[str], text: str, *, overwrite: bool, argument: str = "path") -> None:
+    """Write `text` to `path` atomically as UTF-8, see :func:`atomic_path`."""
+    atomic_write_bytes(path, text.encode(), overwrite=overwrite, argument=argument)
+
+
+def check_files(argument: str, folder: Path, names: Iterable[str], *, described_by: str, overwrite: bool) -> None:
+    """Raise an OptionError if files of a set that a command writes into a folder exist and may not be replaced.
+
+    Parameters
+    ----------
+    argument
+        Name of `folder` in messages.
+    folder, names
+        The folder, and the files.
+    described_by
+        The JSON file of the set in which scforge names its version; without it, the files are a user's.
+    overwrite
+        Whether to replace the files of scforge.
+    """
+    check_folder(argument, folder)
+    check_writable(argument, folder)
+    there = [name for name in names if os.path.lexists(folder / name)]
+    if not there:
+        return
+    if not overwrite:
+        raise OptionError(
+            f"{argument}={str(folder)!r} already contains {listing(there)}; choose another folder, or pass "
+            f"{spelled('overwrite=True', '--overwrite')} to replace what scforge wrote."
+        )
+    for name in there:
+        _check_replaceable(f"{argument}={str(folder / name)!r}", folder / name, overwrite=True)
+    content = read_json(folder / described_by) if described_by in there else None
+    if not isinstance(content, dict) or "scforge_version" not in content:
+        raise OptionError(
+            f"{argument}={str(folder)!r} contains {listing(there)}, which scforge did not write; choose another folder."
+        )
+
+
+def signed(text: str) -> str:
+    """Return a text of comments and content with a first line that contains its checksum."""
+    return f"# Written by scforge, sha256 {hashlib.sha256(text.encode()).hexdigest()}\n{text}"
+
+
+def is_unedited(path: Path) -> bool:
+    """Return whether a file contains a :func:`signed` text as it was written."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    try:
+        text = path.read_bytes().decode()
+    except (OSError, ValueError):
+        return False
+    return text == signed(text.partition("\n")[2])
 
 
 class _KeepsError(io.FileIO):
@@ -113,33 +206,29 @@ def new_h5(path: str | os.PathLike[str]) -> Iterator[h5py.File]:
                 raise raw.error
 
 
-_NEW, _SAVED, _STALE = ".saving", ".saved", ".stale.json"
-"""Names for files that are being written, complete files that are moved into place, and a list of stale files."""
+_DESCRIPTIONS = ("config.json", "adapter.json", "export.json", "origin.json")
+_OWN = {"vocab.json", "model.safetensors", "adapter.safetensors", "split.safetensors"}
+_OWN |= {"training/state.json", "training/state.safetensors"}
+"""Files that belong to scforge in each folder with a description by scforge."""
 
-_DESCRIPTIONS = ("config.json", "adapter.json", "export.json")
-_OWN = {
-    *_DESCRIPTIONS,
-    *("README.md", "vocab.json", "model.safetensors", "adapter.safetensors", "split.safetensors", "origin.json"),
-    *("weights.safetensors", "model.onnx", "model.pt2", "training"),
-    *("token_dictionary.pkl", "gene_median_dictionary.pkl"),
-}
-"""Files that scforge writes into model folders, in addition to files listed in a description."""
+_LISTED = {"README.md", "adata.h5ad", "weights.safetensors", "model.onnx", "model.pt2"}
+_LISTED |= {"token_dictionary.pkl", "gene_median_dictionary.pkl", "ensembl_mapping_dict.pkl"}
+"""Files that belong to scforge if a description lists them with a checksum; otherwise they are a user's."""
 
-_KEPT = {"README.md", "origin.json", "export.json", "weights.safetensors", "model.onnx", "model.pt2"}
-_KEPT |= {"token_dictionary.pkl", "gene_median_dictionary.pkl"}
-"""Files that are kept when another model is saved, unless listed in a description, because users may own them."""
+_WORKING, _SAVED = ".saving", ".saved"
+"""Suffix of working files and folders, and folder of the complete files of a save that are moved into their place."""
 
 
 @contextlib.contextmanager
 def atomic_folder(
     path: str | os.PathLike[str], *, overwrite: bool = False, argument: str = "dir_path"
 ) -> Iterator[Path]:
-    """Yield an empty temporary folder, whose contents are moved to `path` on success and removed on error.
+    """Yield an empty temporary folder, whose files are moved to `path` on success and removed on error.
 
     A new folder appears only when it is complete. In an existing folder, which may be the working directory or the
-    target of a link, only the files of the model are replaced. If a process is killed, the next process that reads or
-    writes the folder restores the complete old or new model (see :func:`read_settled`). Files are flushed to disk
-    before they are renamed, so they also survive a power failure. Concurrent writers wait for each other.
+    target of a link, only the files of the model are replaced. If a process is killed meanwhile, :func:`read_settled`
+    reads the complete old or new model, and the next save removes what was left. Files are flushed to disk before they
+    are renamed, so they also survive a power failure. Concurrent writers wait for each other.
 
     Parameters
     ----------
@@ -156,25 +245,28 @@ def atomic_folder(
         If `path` is a file, if the folder is not empty and `overwrite` is False, or if a new file would replace a file
         that scforge did not write.
     """
-    given, path = path, Path(path).resolve()
+    given, path = path, Path(os.path.realpath(path))
+    prefix = f"{argument}={str(given)!r}"
+    if path.is_symlink():
+        raise OptionError(f"{prefix} is a link to itself; choose another path.")
     check_folder(argument, path)
     done = False
     while not done:
         there = path.is_dir()
-        if there and not overwrite and any(not part.name.startswith(_NEW) for part in path.iterdir()):
-            raise OptionError(f"{argument}={str(given)!r} exists and is not empty; pass overwrite=True.")
-        apart = path.with_name(f".{path.name}{_NEW}")
-        new = path / _NEW if there else apart
-        with _named(given, new, path / _SAVED):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with _alone(new):
+        if there and not overwrite and any(not _is_working(part.name) for part in path.iterdir()):
+            raise OptionError(f"{prefix} exists and is not empty; pass {spelled('overwrite=True', '--overwrite')}.")
+        home, stem = (path, "") if there else (path.parent, f".{path.name}")
+        with _named(given, f"{home}{os.sep}{stem}.", str(path / _SAVED)):
+            home.mkdir(parents=True, exist_ok=True)
+            with locked(home / f"{stem}{_WORKING}.lock"):
                 if path.is_dir() != there:
                     continue  # another process has made it meanwhile
-                if there and apart.with_name(f"{apart.name}.lock").exists():
-                    with contextlib.suppress(OSError), _alone(apart, blocking=False):
-                        shutil.rmtree(apart, ignore_errors=True)
-                shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
-                new.mkdir()
+                beside = path.with_name(f".{path.name}{_WORKING}.lock")
+                if there and beside.exists():  # of a process that was killed before the folder existed
+                    with contextlib.suppress(OSError), locked(beside, blocking=False):
+                        remove_working(path.parent, f".{path.name}")
+                remove_working(home, stem)
+                new = new_folder(home, stem)
                 try:
                     yield new
                     probe, mode = _new_file(new)
@@ -184,7 +276,7 @@ def atomic_folder(
                             part.chmod(mode)  # safetensors writes files that nobody else can read
                         _to_disk(part)
                     if there:
-                        _put_in_place(path, f"{argument}={str(given)!r}")
+                        _put_in_place(new, path, prefix)
                     else:
                         new.rename(path)
                     _to_disk(path.parent)
@@ -193,106 +285,204 @@ def atomic_folder(
         done = True
 
 
-def read_settled[T](folder: str | os.PathLike[str], read: Callable[[], T]) -> T:
+def new_folder(home: Path, stem: str) -> Path:
+    """Create a working folder with a random name, and return its path."""
+    while True:
+        path = home / f"{stem}.{secrets.token_hex(4)}{_WORKING}"
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            return path
+
+
+def working_folders(home: Path, stem: str) -> list[Path]:
+    """Return the folders of :func:`new_folder` that exist: one of a running process, and those of killed processes."""
+    name = re.compile(rf"{re.escape(stem)}\.[0-9a-f]{{8}}{re.escape(_WORKING)}")
+    try:
+        return [part for part in home.iterdir() if name.fullmatch(part.name) and _is_folder(part)]
+    except OSError:
+        return []
+
+
+def remove_working(home: Path, stem: str) -> None:
+    """Remove the working folders of killed processes; the caller holds the lock."""
+    for part in working_folders(home, stem):
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def read_settled[T](folder: str | os.PathLike[str], read: Callable[[Path], T]) -> T:
     """Return the result of `read`, which reads several files in a folder, so that all files are from the same save.
 
-    A save that was interrupted by a killed process is completed first. If another process saves meanwhile, reading is
-    repeated.
+    `read` gets the folder, or its subfolder with a complete save, if a process was killed while moving the files of
+    the save into the folder. If another process saves meanwhile, reading is repeated.
     """
     folder = Path(folder)
+    saved = folder / _SAVED
     for _ in range(50):
-        if (folder / _SAVED).is_dir():  # of a process that was killed
-            with _alone(folder / _NEW):
-                _move_in(folder)
         before = _seen(folder)
+        place = saved if _is_folder(saved) and _descriptions(saved) else folder
         try:
-            found = read()
+            content = read(place)
         except (OSError, ValueError):
             if _seen(folder) == before:
                 raise
         else:
-            if _SAVED not in before and _seen(folder) == before:
-                return found
+            if _seen(folder) == before:
+                return content
     raise ModelFileError(f"{str(folder)!r} changed while it was being read; load it when no process is saving to it.")
 
 
-def _put_in_place(path: Path, prefix: str) -> None:
-    """Replace the model in `path` by the files in its temporary folder."""
-    _move_in(path)
-    new = {part.name: part.is_dir() for part in (path / _NEW).iterdir()}
-    there = {part.name: part.is_dir() for part in path.iterdir()}
-    described = _described(path)
-    sums = None if described is None else described.get("sha256")
-    listed = set(sums if isinstance(sums, dict) else ())
-    own = set() if described is None else _OWN | listed
-    others = [
+def others_in(folder: Path) -> list[str]:
+    """Return the files in a folder that are not part of an scforge model, including links and edited model cards."""
+    own = _own_names(folder)
+    return [name for name in _names(folder) if name not in own and not _is_working(name.partition("/")[0])]
+
+
+def others_in_store(folder: Path) -> list[str]:
+    """Return the files in a zarr folder that are neither metadata nor chunks of an array, including links."""
+    part = re.compile(r"zarr\.json|\d+|c")
+    return [
         name
-        for name in new.keys() & there.keys()
-        if name not in own or there[name] != new[name] or not _is_removable(path / name)
+        for name in _names(folder)
+        if not part.fullmatch(name.rpartition("/")[2]) or not _is_plain((folder / name).parent, (folder / name).name)
     ]
+
+
+def is_model(folder: Path) -> bool:
+    """Return whether scforge wrote a folder and all files in it, so that it may be removed."""
+    return _is_folder(folder) and bool(_descriptions(folder)) and not others_in(folder)
+
+
+def remove_model(folder: Path) -> None:
+    """Remove a model folder, after renaming it so that no process sees a part; others are kept, with a warning."""
+    if not is_model(folder):
+        warn(f"{str(folder)!r} contains files that scforge did not write, and is therefore not removed.")
+        return
+    hidden = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{_WORKING}")
+    folder.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _is_working(name: str) -> bool:
+    return name == _SAVED or (name.startswith(".") and name.endswith((_WORKING, f"{_WORKING}.lock")))
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the names of all files and links below a folder, relative to it."""
+    names: list[str] = []
+    for place, folders, files in os.walk(folder):
+        links = [name for name in folders if Path(place, name).is_symlink()]
+        names += [Path(place, name).relative_to(folder).as_posix() for name in [*files, *links]]
+    return names
+
+
+def _descriptions(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the descriptions that scforge wrote into a folder, by their file names."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in _DESCRIPTIONS:
+        if not _is_plain(folder, name):
+            continue
+        try:
+            content = read_json(folder / name)
+        except MissingFileError:  # another process saves meanwhile
+            continue
+        except ModelFileError:  # damaged, but if it names its version, still by scforge
+            content = {"scforge_version": None} if b'"scforge_version"' in (folder / name).read_bytes() else None
+        if isinstance(content, dict) and "scforge_version" in content:
+            found[name] = content
+    return found
+
+
+def _own_names(folder: Path) -> set[str]:
+    """Return the names of the files in a folder that belong to scforge."""
+    descriptions = _descriptions(folder)
+    own = {*descriptions, *_OWN} if descriptions else set()
+    for content in descriptions.values():
+        listed = [content.get(key) for key in ("sha256", "files")]
+        sums = {name: value for one in listed if isinstance(one, dict) for name, value in one.items()}
+        for name in _LISTED & sums.keys():
+            if name != "README.md" or (_is_plain(folder, name) and sha256_of(folder / name) == sums[name]):
+                own.add(name)  # users edit the card
+    return {name for name in own if not os.path.lexists(folder / name) or _is_plain(folder, name)}
+
+
+def _is_plain(folder: Path, name: str) -> bool:
+    """Return whether a name in a folder is a regular file, reached without a link."""
+    path = folder / name
+    return path.is_file() and not path.is_symlink() and (path.parent == folder or not path.parent.is_symlink())
+
+
+def _put_in_place(new: Path, path: Path, prefix: str) -> None:
+    """Replace the model in `path` by the files in the working folder `new`."""
+    if os.path.lexists(path / _SAVED) and not _is_folder(path / _SAVED):
+        raise OptionError(f"{prefix} contains {_SAVED!r}, which scforge did not write; choose another name.")
+    _move_in(path)
+    own = _own_names(path)
+    others = {name for name in _names(new) if os.path.lexists(path / name) and name not in own}
+    parts = {part.name for part in new.iterdir() if part.is_dir()}
+    others |= {name for name in parts if os.path.lexists(path / name) and not _is_folder(path / name)}
+    if "README.md" in others and own and _is_plain(path, "README.md"):
+        if sha256_of(path / "README.md") != sha256_of(new / "README.md"):
+            warn(f"{str(path / 'README.md')!r} may have been edited and is kept; it describes the earlier model.")
+        (new / "README.md").unlink()
+        others.remove("README.md")
     if others:
         raise OptionError(
             f"{prefix} contains {listing(sorted(others))}, which is not part of an scforge model; choose another name."
         )
-    stale = set()
-    if described is not None and not new.keys().isdisjoint(_DESCRIPTIONS):
-        stale = ((_OWN - _KEPT) | listed) & there.keys() - new.keys()
-    (path / _NEW / _STALE).write_text(json.dumps(sorted(stale)), encoding="utf-8")
-    _to_disk(path / _NEW / _STALE)
-    _to_disk(path / _NEW)
-    (path / _NEW).rename(path / _SAVED)  # from here on the new model is the one that counts
+    _to_disk(new)
+    new.rename(path / _SAVED)  # from here on the new model is the one that counts
     _to_disk(path)
     _move_in(path)
 
 
 def _move_in(path: Path) -> None:
-    """Move saved files into place, which also completes the move of a killed process."""
+    """Move the files of a complete save into their folder, which also completes the move of a killed process.
+
+    The complete save stays readable until all files are in place.
+    """
     saved = path / _SAVED
-    if not saved.is_dir():
+    if not _is_folder(saved):
         return
-    if (saved / _STALE).exists():
-        for name in read_json(saved / _STALE):
-            _remove(path / name)
-    for part in saved.iterdir():
-        if part.name != _STALE:
-            if part.is_dir():
-                _remove(path / part.name)
-            part.replace(path / part.name)
+    names = [name for name in _names(saved) if name in {*_DESCRIPTIONS, *_OWN, *_LISTED} and _is_plain(saved, name)]
+    described = any(name in _DESCRIPTIONS for name in names)
+    stale = {name for name in _own_names(path) - set(names) if described and os.path.lexists(path / name)}
+    # The old descriptions tell what is stale, so they go last.
+    for name in sorted(names, key=lambda name: name in _DESCRIPTIONS):
+        if not os.path.lexists(path / name) or _is_plain(path, name):
+            _copy(saved / name, path / name)
+    for name in sorted(stale, key=lambda name: name in _DESCRIPTIONS):
+        (path / name).unlink()
+    with contextlib.suppress(OSError):
+        (path / "training").rmdir()  # if empty
     _to_disk(path)
-    shutil.rmtree(saved)
+    saved.rename(done := path / f".{secrets.token_hex(4)}{_WORKING}")
+    shutil.rmtree(done)
 
 
-def _remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with the state of a training run."""
-    if not path.is_dir() or path.is_symlink():
-        path.unlink(missing_ok=True)
-    elif _is_removable(path):
-        shutil.rmtree(path)
-
-
-def _is_removable(path: Path) -> bool:
-    """Return whether a path is a file, a link, or a folder that contains only a training checkpoint."""
-    if not path.is_dir() or path.is_symlink():
-        return True
-    return {part.name for part in path.iterdir()} <= {"state.json", "state.safetensors"}
-
-
-def _described(path: Path) -> dict[str, Any] | None:
-    """Return the description that scforge wrote into a folder, or None if there is no description."""
-    for name in _DESCRIPTIONS:
+def _copy(source: Path, target: Path) -> None:
+    """Make `target` the same file as `source`, atomically, or a copy where the file system has no hard links."""
+    target.parent.mkdir(exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}{_WORKING}")
+    try:
         try:
-            found = read_json(path / name)
-        except (OSError, ValueError):
-            continue
-        if isinstance(found, dict) and "scforge_version" in found:
-            return found
-    return None
+            os.link(source, temporary)
+        except OSError:
+            shutil.copyfile(source, temporary)
+            shutil.copymode(source, temporary)
+            _to_disk(temporary)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _seen(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return an identifier of the files in a folder, which changes with each save."""
     found: dict[str, tuple[int, ...]] = {}
-    for name in (*_OWN, "adata.h5ad", _SAVED):
+    for name in (*_DESCRIPTIONS, *_OWN, *_LISTED, _SAVED):
         with contextlib.suppress(OSError):
             one = (folder / name).lstat()
             found[name] = (one.st_ino, one.st_mtime_ns, one.st_size)
@@ -300,11 +490,12 @@ def _seen(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 @contextlib.contextmanager
-def _alone(new: Path, *, blocking: bool = True) -> Iterator[None]:
-    """Hold a lock for a folder that is being written."""
+def locked(lock: Path, *, blocking: bool = True) -> Iterator[None]:
+    """Hold a lock file, which is removed afterwards. If not `blocking`, raises filelock's Timeout."""
     from filelock import FileLock
 
-    lock = new.with_name(f"{new.name}.lock")
+    if os.path.lexists(lock) and not _is_plain(lock.parent, lock.name):
+        raise OptionError(f"{str(lock)!r} is not a lock file by scforge; remove it.")
     lock.touch()  # raises where no file can be made; there filelock waits without end
     with FileLock(lock, blocking=blocking):
         try:
@@ -314,13 +505,13 @@ def _alone(new: Path, *, blocking: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _named(path: str | os.PathLike[str], *hidden: Path) -> Iterator[None]:
+def _named(path: str | os.PathLike[str], *hidden: str) -> Iterator[None]:
     """Name the path given by the user in write errors, instead of a file whose name begins with one of `hidden`."""
     try:
         yield
     except OSError as error:
         names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
-        ours = any(name.startswith(str(one)) for name in names for one in hidden)
+        ours = any(name.startswith(one) for name in names for one in hidden)
         # What writes to an open file is not told its name.
         if ours or (not names and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
             raise OSError(error.errno, error.strerror, os.fspath(path)) from error
@@ -360,44 +551,36 @@ def _to_disk(path: Path) -> None:
 
 
 def swap_in(new: Path, path: Path) -> None:
-    """Swap `new` and `path`, atomically if the system supports it.
+    """Swap the folder `new` with `path`, atomically if the system supports it; the caller holds a lock for `path`.
 
-    Otherwise, :func:`put_back` undoes an incomplete swap of a killed process. Links are preserved.
+    Otherwise, a process that is killed meanwhile leaves the old folder next to it, and the next call puts it back.
     """
-    path = path.resolve()
-    put_back(path)
+    left = left_by_swap(path)
+    if len(left) == 1 and not os.path.lexists(path):
+        left[0].rename(path)
     if not path.is_dir():
         new.replace(path)
     elif not _exchange(new, path):
-        gone = _gone(path)
-        with _alone(gone):
-            shutil.rmtree(gone, ignore_errors=True)  # of a process that was killed when `path` was new
-            path.rename(gone)
-            try:
-                new.replace(path)
-            except OSError:
-                gone.rename(path)
-                raise
-            gone.rename(new)
-
-
-def put_back(path: str | os.PathLike[str]) -> None:
-    """Restore the name of a folder if a process was killed while replacing it."""
-    path = Path(path).resolve()
-    gone = _gone(path)
-    if not path.name or not gone.is_dir():
-        return
-    if path.exists():  # killed between the two steps: the old one must not come back when the new one is deleted
-        with contextlib.suppress(OSError), _alone(gone, blocking=False):
-            shutil.rmtree(gone, ignore_errors=True)
-        return
-    with _alone(gone):
-        if not path.exists() and gone.is_dir():
+        gone = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_GONE}")
+        path.rename(gone)
+        try:
+            new.replace(path)
+        except OSError:
             gone.rename(path)
+            raise
+        gone.rename(new)
 
 
-def _gone(path: Path) -> Path:
-    return path.with_name(f".{path.name}.gone")
+_GONE = ".replaced"
+
+
+def left_by_swap(path: Path) -> list[Path]:
+    """Return the folders that killed processes renamed when they replaced `path`."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}{re.escape(_GONE)}")
+    try:
+        return [part for part in path.parent.iterdir() if name.fullmatch(part.name) and _is_folder(part)]
+    except OSError:
+        return []
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -410,17 +593,9 @@ def _exchange(one: Path, other: Path) -> bool:
     return libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
-def remove_folder(path: str | os.PathLike[str]) -> None:
-    """Remove a folder and its content, after renaming it so that no process sees a partial folder."""
-    path = Path(path)
-    hidden = path.with_name(f".{path.name}.removed")
-    shutil.rmtree(hidden, ignore_errors=True)  # of a process that was killed
-    path.rename(hidden)
-    shutil.rmtree(hidden)
-
-
 def sha256_of(path: str | os.PathLike[str]) -> str:
     """Return the SHA-256 hash of a file as hexadecimal text."""
+    check_regular(path, ModelFileError)
     with Path(path).open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
@@ -440,12 +615,15 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     ModelFileError
         If the file is not JSON.
     """
+    check_regular(path, ModelFileError)
     try:
-        return json.loads(Path(path).read_bytes())
+        content = json.loads(Path(path).read_bytes())
+        check_plain(content, bits=128)  # states of random numbers
     except FileNotFoundError as error:
         raise MissingFileError(f"the file {os.fspath(path)!r} does not exist.") from error
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{os.fspath(path)!r} is not a JSON file: {first_line(error)}.") from error
+    return content
 
 
 def parsed[T: BaseModel](schema: type[T], content: Any, prefix: str) -> T:

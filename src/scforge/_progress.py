@@ -6,6 +6,8 @@ import datetime
 import logging
 import sys
 
+from scforge._text import printable
+
 logger = logging.getLogger("scforge")
 
 
@@ -15,7 +17,7 @@ def announce(text: str) -> None:
         logger.info("%s", text)
     else:
         # Notebooks color stderr like errors.
-        print(text, file=sys.stdout if in_notebook() else sys.stderr, flush=True)
+        print(printable(text), file=sys.stdout if in_notebook() else sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:

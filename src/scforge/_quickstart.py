@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from scforge._io import atomic_path, check_folder
+from scforge._constants import REPORT_FILES
+from scforge._io import atomic_path, check_files, is_model
 from scforge.data.readers import write_h5ad
+from scforge.errors import OptionError, spelled
 from scforge.eval import Benchmark
 
 if TYPE_CHECKING:
@@ -65,23 +67,37 @@ class Annotation(Benchmark):
         }
 
 
-def run(output: str | os.PathLike[str] = "quickstart") -> Report:
+def run(output: str | os.PathLike[str] = "quickstart", *, overwrite: bool = False) -> Report:
     """Integrate the bundled cell lines, annotate a new sample, and write the results into a folder.
 
     Parameters
     ----------
     output
         Folder for ``umap.png``, ``report.md``, ``report.html``, ``report.json``, ``report.csv``, ``cells.h5ad`` and
-        the saved model ``model``. The results of an earlier run are replaced.
+        the saved model ``model``.
+    overwrite
+        Whether to replace the results of an earlier run.
 
     Returns
     -------
     The report, which is also written into the folder.
+
+    Raises
+    ------
+    OptionError
+        If the folder contains results and `overwrite` is False, or files with these names by others.
     """
     import scforge
 
     folder = Path(output)
-    check_folder("output", folder)
+    files = (*REPORT_FILES, "umap.png", "cells.h5ad")
+    check_files("output", folder, files, described_by="report.json", overwrite=overwrite)
+    model_folder = folder / "model"
+    if os.path.lexists(model_folder) and not (overwrite and is_model(model_folder)):
+        raise OptionError(
+            f"output={str(folder)!r} already contains 'model'; choose another folder, or pass "
+            f"{spelled('overwrite=True', '--overwrite')} to replace what scforge wrote."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     cells = scforge.datasets.lung_cell_lines()
@@ -114,11 +130,11 @@ def run(output: str | os.PathLike[str] = "quickstart") -> Report:
     logger.info("Comparing with baselines ...")
     report = _report(cells, reference, query, predicted, float(np.mean(seconds)))
     logger.info("Plotting ...")
-    _plot(cells, folder / "umap.png")
-    models[0].save(folder / "model", overwrite=True)
-    report.write(folder)
-    with atomic_path(folder / "cells.h5ad") as temporary:
+    _plot(cells, folder / "umap.png", overwrite=overwrite)
+    models[0].save(folder / "model", overwrite=overwrite)
+    with atomic_path(folder / "cells.h5ad", overwrite=overwrite, argument="output") as temporary:
         write_h5ad(temporary, cells)
+    report.write(folder, overwrite=overwrite)
     print(report.to_markdown())
     print(f"Done in {time.perf_counter() - start:.0f} s. Look at {folder / 'umap.png'} and {folder / 'report.md'}.")
     return report
@@ -179,7 +195,7 @@ def _classified(reference: AnnData, query: AnnData) -> dict[str, pd.Series]:
     }
 
 
-def _plot(cells: AnnData, path: Path) -> None:
+def _plot(cells: AnnData, path: Path, *, overwrite: bool) -> None:
     import matplotlib.pyplot as plt
 
     import scforge
@@ -188,6 +204,6 @@ def _plot(cells: AnnData, path: Path) -> None:
     figure, axes = plt.subplots(2, len(titles), figsize=(13, 7.5), layout="constrained")
     scforge.pl.embeddings(cells, titles, color=[_BATCH, _LABELS], axes=axes.ravel())
     figure.suptitle("Lung cancer cell lines, UMAP: colored by batch (top) and by cell line (bottom)")
-    with atomic_path(path) as temporary:
+    with atomic_path(path, overwrite=overwrite, argument="output") as temporary:
         figure.savefig(temporary, dpi=110)
     plt.close(figure)

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import logging
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from scforge._lazy import announced_loading, silent_loading
+from scforge._text import printable
 from scforge.errors import ON_COMMAND_LINE, ConfigError, OptionError, ScforgeError, ScforgeWarning
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, even if training saved its results, so that a script does not continue."""
 
 
-def _quickstart(**options: str) -> None:
+def _say(text: object, *, to: TextIO | None = None, end: str = "\n") -> None:
+    """Print text, in which nothing controls the terminal; names in it can come from the files of other people."""
+    print(printable(text), file=to, end=end)
+
+
+class _Printable(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the message, in which nothing controls the terminal."""
+        return printable(super().format(record))
+
+
+def _quickstart(**options: Any) -> None:
     from scforge._quickstart import run
 
     run(**options)
@@ -52,7 +65,7 @@ def _train(config: str, overrides: list[str], *, quiet: bool = False, **options:
     speaks = mute_other_processes()
     model = train_from_config(loaded, progress_bar=not quiet, **options)
     if speaks:
-        print("\n".join(training_report(model, loaded)))
+        _say("\n".join(training_report(model, loaded)))
     return INTERRUPTED if model._stopped else 0
 
 
@@ -92,7 +105,7 @@ def _finetune(
     speaks = mute_other_processes()
     result = finetune_from_config(loaded, progress_bar=not quiet, resume=resume, overwrite=overwrite)
     if speaks:
-        print("\n".join(finetuning_report(result, loaded)))
+        _say("\n".join(finetuning_report(result, loaded)))
     return INTERRUPTED if result.model._stopped else 0
 
 
@@ -109,7 +122,7 @@ def _embed(source: str, model: str, output: str, *, quiet: bool = False, **optio
 
     info = embed_to(model, source, output, progress_bar=not quiet, **options)
     if not quiet:
-        print(info)
+        _say(info)
 
 
 def _predict(
@@ -134,7 +147,7 @@ def _predict(
 
     done = predict_to(model, source, output, **options)
     if not quiet:
-        print(f"Predicted {done}: {output}")
+        _say(f"Predicted {done}: {output}")
 
 
 def _evaluate(
@@ -175,9 +188,9 @@ def _evaluate(
 
     chosen = [int(name) if name.isdigit() else name for name in against] or baselines
     found = evaluate_to(model, cells, output, baselines=chosen, progress_bar=not quiet, **options)
-    print(found if isinstance(found, Report) else found.round(4).to_string())
+    _say(found if isinstance(found, Report) else found.round(4).to_string())
     if output is not None:
-        print(f"Written: {output}")
+        _say(f"Written: {output}")
 
 
 def _config_init(*, only_list: bool = False, **options: Any) -> None:
@@ -185,10 +198,10 @@ def _config_init(*, only_list: bool = False, **options: Any) -> None:
     from scforge.config.editing import init_config
 
     if only_list:
-        print("\n".join(list_recipes()))
+        _say("\n".join(list_recipes()))
         return
     path = init_config(**options)
-    print(f"Wrote {path}. Set the data paths in this file, then run: scforge config check {path}")
+    _say(f"Wrote {path}. Set the data paths in this file, then run: scforge config check {path}")
 
 
 def _config_show(file: str, overrides: list[str]) -> None:
@@ -198,7 +211,7 @@ def _config_show(file: str, overrides: list[str]) -> None:
     with announced_loading():
         from scforge.workflows.check import show_config
 
-    print(show_config(config), end="")
+    _say(show_config(config), end="")
 
 
 def _config_check(file: str, overrides: list[str]) -> None:
@@ -209,17 +222,17 @@ def _config_check(file: str, overrides: list[str]) -> None:
     with announced_loading():
         from scforge.workflows import check_config
 
-    print(f"{file} is fine: {check_config(config)}.")
+    _say(f"{file} is fine: {check_config(config)}.")
 
 
-def _config_schema(output: str | None = None) -> None:
+def _config_schema(output: str | None = None, **options: bool) -> None:
     import json
 
     from scforge.config.editing import config_schema
 
-    schema = config_schema(output)
+    schema = config_schema(output, **options)
     if output is None:
-        print(json.dumps(schema, indent=2))
+        _say(json.dumps(schema, indent=2))
 
 
 def _convert(sources: list[str], output: str, *, obs: str | None = None, quiet: bool = False, **options: Any) -> None:
@@ -231,13 +244,11 @@ def _convert(sources: list[str], output: str, *, obs: str | None = None, quiet: 
     with announced_loading():
         from scforge.data import convert
 
-    import csv
-
     # As in a csv file, so that quotes protect a comma.
     columns = None if obs is None else [name for name in next(csv.reader([obs], skipinitialspace=True)) if name]
     info = convert(sources, output, obs=columns, progress=not quiet, **options)
     if not quiet:
-        print(info)
+        _say(info)
 
 
 def _convert_checkpoint(source: str, output: str, *, overwrite: bool = False, **options: Any) -> None:
@@ -249,7 +260,7 @@ def _convert_checkpoint(source: str, output: str, *, overwrite: bool = False, **
 
     model = Encoder.from_checkpoint(source, **options)
     model.save(output, overwrite=overwrite)
-    print(f"Wrote {output}: {model.spec.architecture}, {model.vocab}")
+    _say(f"Wrote {output}: {model.spec.architecture}, {model.vocab}")
 
 
 def _inspect(file: str, *, verify: bool = False, **options: Any) -> None:
@@ -261,25 +272,25 @@ def _inspect(file: str, *, verify: bool = False, **options: Any) -> None:
         from scforge.data.store import inspect_store, may_be_store
 
     if may_be_store(file):
-        print(inspect_store(file, verify=verify))
+        _say(inspect_store(file, verify=verify))
         return
     if verify:
         raise OptionError(f"--verify works only for stores, but {file!r} is not a store; omit --verify.")
     found = inspect_h5ad(file, **options)
-    print(found)
+    _say(found)
     found.check()
 
 
 def _push(folder: str, repo_id: str, **options: Any) -> None:
     from scforge.workflows.models import push_folder
 
-    print(push_folder(folder, repo_id, **options))
+    _say(push_folder(folder, repo_id, **options))
 
 
 def _pull(name: str, **options: Any) -> None:
     from scforge.workflows.models import pull_folder
 
-    print(pull_folder(name, **options))
+    _say(pull_folder(name, **options))
 
 
 def _train_soma(files: list[str], output: str, *, quiet: bool = False, **options: Any) -> None:
@@ -287,7 +298,7 @@ def _train_soma(files: list[str], output: str, *, quiet: bool = False, **options
 
     trained = train(files, output, progress_bar=not quiet, **options)
     what = "held-out" if "validation_bits_per_byte" in trained.history else "training"
-    print(f"Wrote {trained.path}: {trained.bits_per_byte:.3f} bits per byte on {what} bytes")
+    _say(f"Wrote {trained.path}: {trained.bits_per_byte:.3f} bits per byte on {what} bytes")
 
 
 def _embed_soma(files: list[str], model: str, output: str, *, quiet: bool = False, **options: Any) -> None:
@@ -295,7 +306,7 @@ def _embed_soma(files: list[str], model: str, output: str, *, quiet: bool = Fals
 
     table = embed(files, model, output, progress_bar=not quiet, **options)
     if not quiet:
-        print(f"Wrote {output}: {len(table):,} vectors of {table.shape[1]} numbers")
+        _say(f"Wrote {output}: {len(table):,} vectors of {table.shape[1]} numbers")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -306,7 +317,7 @@ class _Parser(argparse.ArgumentParser):
         self.set_defaults(parser=self)  # of a command that of the command
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        self.exit(2, printable(f"{self.prog}: error: {message} (see {self.prog} --help)\n"))
 
 
 class _Version(argparse.Action):
@@ -315,7 +326,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from scforge._version import __version__
 
-        print(f"scforge {__version__}")
+        _say(f"scforge {__version__}")
         parser.exit()
 
 
@@ -388,6 +399,7 @@ def _add_config(config: argparse.ArgumentParser) -> None:
         command.set_defaults(run=run)
     schema = commands.add_parser("schema", help="print the JSON schema of YAML files, for editors")
     schema.add_argument("-o", "--output", metavar="FILE", help="write it to a file instead")
+    schema.add_argument("--overwrite", action="store_true", help="replace an existing file")
     schema.set_defaults(run=_config_schema)
 
 
@@ -431,7 +443,7 @@ def _add_convert_checkpoint(command: argparse.ArgumentParser) -> None:
 
 def _add_embed(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    place = "folder, org/name on the hub, or scforge://name"
+    place = "folder, hf://org/name on the hub, or scforge://name"
     counts = "also write the genes and counts of a single h5ad file (default: on)"
     add("source", metavar="STORE_OR_H5AD", help="store, h5ad, AnnData-zarr, pattern or URL")
     add("-m", "--model", required=True, metavar="MODEL", help=place)
@@ -450,7 +462,7 @@ def _add_embed(command: argparse.ArgumentParser) -> None:
 def _add_finetune(command: argparse.ArgumentParser) -> None:
     add, alone = command.add_argument, _MayStandAlone
     add("--config", metavar="FILE", help="YAML or TOML file with a section finetune; flags take precedence")
-    add("--base-model", metavar="MODEL", help="the model to fine-tune: folder, org/name or scforge://name")
+    add("--base-model", metavar="MODEL", help="the model to fine-tune: folder, hf://org/name or scforge://name")
     add("--data", metavar="FILE", help="h5ad file, or a store")
     add("--task", metavar="NAME", help="annotation, integration, perturbation, regression, ...")
     add("--labels-key", metavar="COLUMN", help="column of obs with the labels")
@@ -477,7 +489,7 @@ def _add_finetune(command: argparse.ArgumentParser) -> None:
 def _add_predict(command: argparse.ArgumentParser) -> None:
     add, vote = command.add_argument, "also a majority vote per cluster (of COLUMN)"
     add("source", metavar="FILE", help="h5ad file, store, pattern or URL")
-    add("-m", "--model", required=True, metavar="MODEL", help="fine-tuned: folder, org/name or scforge://name")
+    add("-m", "--model", required=True, metavar="MODEL", help="fine-tuned: folder, hf://org/name or scforge://name")
     add("-o", "--output", required=True, metavar="FILE", help="out.h5ad (the cells) or out.csv")
     add("--threshold", type=float, metavar="SHARE", help='less certain cells become "unassigned"')
     add("--majority-voting", action=_MayStandAlone, metavar="COLUMN", help=vote)
@@ -495,7 +507,7 @@ def _add_predict(command: argparse.ArgumentParser) -> None:
 
 def _add_evaluate(command: argparse.ArgumentParser) -> None:
     add, switch = command.add_argument, argparse.BooleanOptionalAction
-    place = "folder, org/name or scforge://name; repeat to compare several models"
+    place = "folder, hf://org/name or scforge://name; repeat to compare several models"
     benchmarks = (
         "score the embedding by these (default: a fine-tuned model by its task, others by cell_type_probe, scib and "
         "geometry)"
@@ -621,6 +633,7 @@ def _add_inspect(command: argparse.ArgumentParser) -> None:
 
 def _add_quickstart(command: argparse.ArgumentParser) -> None:
     command.add_argument("--output", metavar="DIR", help="folder for the results (quickstart)")
+    command.add_argument("--overwrite", action="store_true", help="replace the results of an earlier run")
     command.set_defaults(run=_quickstart)
 
 
@@ -660,7 +673,7 @@ class _ShowOnce:
         line = " ".join(str(message).split())
         if line not in self.shown:
             self.shown.add(line)
-            print(f"scforge: warning: {line}", file=sys.stderr)
+            _say(f"scforge: warning: {line}", to=sys.stderr)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -691,7 +704,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     run, _ = options.pop("run"), options.pop("parser")
     # If the result is one line for another program, remarks go to stderr.
     remarks = sys.stderr if options.pop("prints_result", False) else sys.stdout
-    logging.basicConfig(format="%(message)s", stream=remarks)
+    handler = logging.StreamHandler(remarks)
+    handler.setFormatter(_Printable("%(message)s"))
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("scforge").setLevel(logging.WARNING if options.get("quiet") else logging.INFO)
     with warnings.catch_warnings(), silent_loading() if options.get("quiet") else contextlib.nullcontext():
         # Warnings of libraries are for developers; those of scforge are for the user.
@@ -702,10 +717,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return run(**options) or 0
         except (ScforgeError, OSError) as error:
-            print(f"scforge: error: {' '.join(str(error).split())}", file=sys.stderr)
+            _say(f"scforge: error: {' '.join(str(error).split())}", to=sys.stderr)
             return 2
         except KeyboardInterrupt:
-            print("scforge: interrupted", file=sys.stderr)
+            _say("scforge: interrupted", to=sys.stderr)
             return INTERRUPTED
         finally:
             ON_COMMAND_LINE.reset(token)

@@ -53,8 +53,19 @@ SECRET = "***"
 """Text that replaces a credential."""
 
 # A path of a URL has one of its slashes left.
-_USER = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]+:/{1,2})[^\s/?#]*@")
-_QUERY = re.compile(r"(\bhttps?:/{1,2}[^\s?'\"]*\?)[^\s'\"]+")
+_SCHEME = r"\b[A-Za-z][A-Za-z0-9+.-]+:/{1,2}"
+_URL = re.compile(
+    rf"(?<=')(?P<single>{_SCHEME})(?:\\.|[^'\\\n])*"
+    rf'|(?<=")(?P<double>{_SCHEME})(?:\\.|[^"\\\n])*'
+    # A password may contain spaces; a port is none.
+    rf"|(?P<bare>{_SCHEME})(?:[^\s/?#@:'\"]*:(?!\d{{1,5}}(?:[/?#\s]|$))(?=\S)[^\n'\"]*?@)?[^\s'\"<>]*"
+)
+"""Pattern of a URL, up to the closing quote of a quoted one."""
+
+_USER = re.compile(r"[^/?#@:]*:.*@|[^/?#@]*@", re.DOTALL)
+_TAIL = re.compile(r"([?#])[^/?#]*=.*", re.DOTALL)
+"""Patterns of the user and of query and fragment; outside HTTP, ``@``, ``?`` and ``#`` may be parts of a path."""
+_HTTP_USER, _HTTP_TAIL = re.compile(r".*@", re.DOTALL), re.compile(r"([?#]).+", re.DOTALL)
 _TOKEN = re.compile(
     r"\bhf_(?:(?:oauth|jwt)_[\w.-]+|[A-Za-z0-9]{30,})|(?<=\bBearer )(?:[\w.~+/=-]{20,}|[^\s'\"]+(?=['\"]))"
 )
@@ -447,7 +458,7 @@ def first_line(error: BaseException) -> str:
 
 
 def redacted(text: str) -> str:
-    """Return text without credentials, i.e. tokens, and in URLs user, password and the query of a signed URL.
+    """Return text without credentials, i.e. tokens, and in URLs user, password, query and fragment.
 
     scforge applies this function to every URL that it writes or shows, and to its errors and warnings.
 
@@ -465,7 +476,16 @@ def redacted(text: str) -> str:
     >>> redacted("https://me:secret@host/cells.h5ad?signature=abc"), redacted("s3://bucket/cells_?.h5ad")
     ('https://***@host/cells.h5ad?***', 's3://bucket/cells_?.h5ad')
     """
-    return _TOKEN.sub(SECRET, _QUERY.sub(rf"\1{SECRET}", _USER.sub(rf"\1{SECRET}@", text)))
+    return _TOKEN.sub(SECRET, _URL.sub(_without_credentials, text))
+
+
+def _without_credentials(url: re.Match[str]) -> str:
+    scheme = url["single"] or url["double"] or url["bare"]
+    user, tail = (_HTTP_USER, _HTTP_TAIL) if scheme.lower().startswith("http") else (_USER, _TAIL)
+    rest = url[0].removeprefix(scheme)
+    if found := user.match(rest):
+        rest = f"{SECRET}@{rest.removeprefix(found[0])}"
+    return scheme + tail.sub(rf"\1{SECRET}", rest)
 
 
 def safe_cause(error: BaseException | None) -> BaseException | None:

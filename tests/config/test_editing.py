@@ -8,7 +8,7 @@ from scforge.config import Config, list_recipes, load_config, recipe_path
 from scforge.config.aliases import ALIASES, known_names
 from scforge.config.editing import config_schema, init_config
 from scforge.config.load import parse_yaml
-from scforge.errors import ConfigError
+from scforge.errors import OptionError
 
 HERE = Path(__file__).parent
 FILES = [*map(recipe_path, list_recipes()), HERE / "custom_model.yaml", HERE / "proposal.yaml"]
@@ -37,12 +37,12 @@ def test_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert init_config("masked_gene", "new/mine.yaml").read_text() == recipe_path("masked_gene").read_text()
     assert load_config("new/mine.yaml").model.architecture == "transformer_encoder"
     Path("light.yaml").write_text("mine")
-    with pytest.raises(ConfigError, match=r"output='light\.yaml' exists; choose another name"):
+    with pytest.raises(OptionError, match=r"output='light\.yaml' exists; choose another name"):
         init_config()
     assert Path("light.yaml").read_text() == "mine"
     init_config(overwrite=True)
     assert Path("light.yaml").read_text() == recipe_path("light").read_text()
-    with pytest.raises(ConfigError, match=r"output='new' is a folder"):
+    with pytest.raises(OptionError, match=r"output='new' is a folder"):
         init_config(output="new", overwrite=True)
 
 

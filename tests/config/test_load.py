@@ -139,10 +139,10 @@ def test_merged_keys_have_the_line_of_where_they_stand(load: Load) -> None:
     assert told(load, content, "training.max_steps=1").startswith("recipe.yaml, line 5: output.save_top_k='x'")
 
 
-def test_many_aliases_are_no_burden(load: Load) -> None:
+def test_many_aliases_are_refused_at_once(load: Load) -> None:
     levels = "".join(f"    l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 30))
     content = f"{DATA}model:\n  any:\n    l0: &l0 [x]\n{levels}training: {{max_steps: x}}\n"
-    assert told(load, content).startswith("recipe.yaml, line 34: training.max_steps='x'")
+    assert told(load, content).startswith("recipe.yaml is not valid YAML: it has more than 100,000 keys and values")
 
 
 @pytest.mark.parametrize("number", ["1e-4", "1.e-4", ".1e-3", "+1E-4", "'1e-4'"])
@@ -230,7 +230,7 @@ def test_mistakes_in_the_content(load: Load, content: str, start: str) -> None:
         (b"\x89HDF\r\n\xff", "cannot be read: 'utf-8' codec.*; pass a YAML or TOML file."),
         ("# nothing\n", "is empty; "),
         ("- a\n- b", r"contains \['a', 'b'\] instead of sections"),
-        ("&a {data: *a}", "data.paths is missing"),
+        ("&a {data: *a}", "is not valid YAML: it is nested more than 50 deep, or a part contains itself."),
     ],
 )
 def test_mistakes_in_the_file(load: Load, content: str | bytes, pattern: str) -> None:
@@ -274,7 +274,9 @@ def test_mistakes_in_an_override(load: Load, override: str, part: str) -> None:
     assert part in message(load, DATA, override)
 
 
-_plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="utf-8"))
+_text = st.characters(codec="utf-8", exclude_characters="\0")
+_whole = st.integers(-(2**63) + 1, 2**63 - 1)
+_plain = st.none() | st.booleans() | _whole | st.floats(allow_nan=False) | st.text(_text)
 _free = st.dictionaries(
     st.from_regex(r"opt_[a-z]{1,4}", fullmatch=True), _plain | st.lists(_plain, max_size=3), max_size=4
 )
@@ -283,7 +285,7 @@ _free = st.dictionaries(
 @st.composite
 def _configs(draw: Any) -> Config:
     sections: dict[str, Any] = {
-        "data": {"paths": draw(st.lists(st.text(st.characters(codec="utf-8"), min_size=1), min_size=1, max_size=3))},
+        "data": {"paths": draw(st.lists(st.text(_text, min_size=1), min_size=1, max_size=3))},
         "model": draw(_free) | draw(st.sampled_from([{}, {"hidden_dim": 64}, {"architecture": None}])),
         "tokenizer": draw(_free) | draw(st.sampled_from([{}, {"masking": {}}, {"masking": {"mask_ratio": 0.5}}])),
         "training": draw(st.sampled_from([{}, {"lr": 1e-7}, {"devices": "0,1"}, {"optimizer": {"lr": 3e22}}])),

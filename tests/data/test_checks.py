@@ -26,10 +26,12 @@ from scforge.errors import DataError, OptionError, ScforgeWarning
         (-1.0, r"adata\.X contains negative values .smallest: -1."),
         (np.nan, r"adata\.X contains 1 missing or infinite values"),
         (np.inf, r"adata\.X contains 1 missing or infinite values"),
+        (1e300, r"adata\.X contains values above the largest float32, 3\.4e\+38 .largest: 1e\+300."),
         (0.5, r"adata\.X contains values that are not whole numbers .first: 0\.5."),
     ],
 )
 def test_values_that_are_no_counts(tiny_adata, tiny_vocab, value, message):
+    tiny_adata.X = tiny_adata.X.astype(np.float64)
     tiny_adata.X.data[0] = value
     with pytest.raises(DataError, match=message):
         open_cells(tiny_adata, tiny_vocab)

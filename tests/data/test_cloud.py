@@ -184,7 +184,7 @@ def test_groups_elsewhere(monkeypatch):
     assert open_group("memory://scforge/group.zarr")["x"][:].tolist() == [0, 1, 2, 3, 4]
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     for url, message in [
-        ("s4://bucket/x", "'s4://bucket/x' cannot be opened: Protocol not known: s4"),
+        ("s4://bucket/x", "'s4://bucket/x' has the protocol 's4'; use one of 'file', 'memory', "),
         ("gs://bucket/x", r"needs a package .*gcsfs.*pip install \"scforge\[cloud\]\""),
     ]:
         with pytest.raises(OptionError, match=message):

@@ -218,18 +218,11 @@ def test_what_a_web_server_answers(name, answer, message, web, tiny_adata, monke
     assert "abc123" not in shown
 
 
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("zip://a.h5ad::{file}", "cannot be read: File is not a zip file"),
-        ("filecache::zip://a.h5ad::{file}", "cannot be read: File is not a zip file"),
-        ("filecache::nothing://a.h5ad", "'filecache::nothing://a.h5ad' cannot be opened: Protocol not known"),
-    ],
-)
-def test_urls_in_urls(url, message, tmp_path, capsys):
+@pytest.mark.parametrize("url", ["zip://a.h5ad::{file}", "filecache::zip://a.h5ad::{file}", "filecache::no://a.h5ad"])
+def test_urls_in_urls(url, tmp_path, capsys):
     (tmp_path / "file").write_bytes(b"x" * 1000)
     url = url.format(file=tmp_path / "file")
-    with pytest.raises((DataError, MissingFileError, OptionError), match=message):
+    with pytest.raises(OptionError, match="chains URLs with '::', which scforge does not open"):
         open_cells(url)
     assert main(["inspect", url]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from scforge.data import CellOrder
-from scforge.data.store import StoreCells
+from scforge.data.store import StoreCells, inspect_store
 from scforge.errors import DataError, MissingFileError
 
 
@@ -49,8 +49,8 @@ def damage(file: Path, how: str) -> None:
 @pytest.mark.parametrize(("part", "match"), PARTS.items(), ids=PARTS)
 def test_damage_is_told(damaged, part, match, how):
     damage(damaged / part, how)
-    if how == "missing" and part in ("dataset_1/X/data/c/0", "dataset_1/X/indices/c/0"):
-        match = "is corrupted: cell 234: its counts have changed since they were written"
+    if how == "missing" and part != "zarr.json":
+        match = rf"copy\.zarr/{part}' is missing; copy the data again"
     with pytest.raises(DataError, match=match) as told:
         read_all(damaged)
     assert "copy.zarr" in str(told.value)
@@ -61,7 +61,7 @@ def test_damage_is_told(damaged, part, match, how):
 def test_missing_totals_are_told(damaged, how):
     damage(damaged / "dataset_1/obs/scforge_total/c/0", how)
     with pytest.raises(
-        DataError, match=r"(scforge_total .*cannot be read|is corrupted: .*scforge_total).*; copy the store"
+        DataError, match=r"(scforge_total .*cannot be read.*; copy the store|scforge_total/c/0' is missing; copy)"
     ):
         read_all(damaged)
 
@@ -102,6 +102,84 @@ def test_flips_anywhere_are_told_or_do_not_matter(damaged, store):
             told += 1
         (damaged / name).write_bytes(content)
     assert told > len(files) / 2
+
+
+def written_before(path: Path) -> Path:
+    """Make a store as scforge 0.1.0 wrote it, without checksums of cells and metadata."""
+    content = json.loads((path / "zarr.json").read_text())
+    content["attributes"].pop("scforge_sha256", None)
+    content["consolidated_metadata"]["metadata"].pop("scforge/checksums", None)
+    (path / "zarr.json").write_text(json.dumps(content))
+    shutil.rmtree(path / "scforge/checksums", ignore_errors=True)
+    return path
+
+
+def test_a_store_of_an_earlier_version(damaged, store):
+    whole = inspect_store(damaged)
+    assert whole.checksums
+    assert "checksums                of each cell, each column and the metadata" in str(whole)
+    found = inspect_store(written_before(damaged), verify=True)
+    assert found.verified
+    assert not found.checksums
+    assert "only --verify finds all damage" in str(found)
+    assert read_all(damaged) == read_all(store)
+    # Its totals are compared with its counts.
+    cells = StoreCells.open(damaged)
+    cells._store.totals[3] += 1
+    with pytest.raises(DataError, match="cell 3: its counts have changed since they were written"):
+        cells.block(np.arange(10))
+
+
+@pytest.mark.parametrize("written", ["now", "before"])
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_store_that_vanishes(damaged, opened, written):
+    if written == "before":
+        written_before(damaged)
+    cells = StoreCells.open(damaged)
+    if opened:
+        cells.block(np.arange(10))
+    shutil.rmtree(damaged)
+    with pytest.raises(DataError, match=r"copy\.zarr/dataset_\d/X/\w+/c/0' is missing; copy the data again"):
+        cells.block(np.arange(700))
+
+
+@pytest.mark.parametrize("written", ["now", "before"])
+def test_a_chunk_that_vanishes(damaged, store, written):
+    if written == "before":
+        written_before(damaged)
+    files = [file for file in damaged.rglob("c/*") if file.is_file() and "var" not in file.parts]
+    files = [file for file in files if "scforge_source" not in file.parts]  # not read
+    if written == "before":  # chunks of zeros of columns were left out
+        files = [file for file in files if "obs" not in file.parts or file.parts[-3:-1] == ("values", "c")]
+    assert len(files) > 12
+    for file in files:
+        content = file.read_bytes()
+        file.unlink()
+        # Of the vocabulary of an earlier version, half is read as zeros.
+        with pytest.raises(DataError, match=rf"/{file.relative_to(damaged)}' is missing; copy|the vocabulary of the"):
+            read_all(damaged)
+        file.write_bytes(content)
+    assert read_all(damaged) == read_all(store)
+
+
+def test_parts_of_a_flipped_chunk(damaged, store):
+    """A part of a chunk is unpacked without the checksum of the chunk."""
+    expected, told = read_all(store), 0
+    file = damaged / "dataset_1/X/data/c/0"
+    content = file.read_bytes()
+    generator = np.random.default_rng(0)
+    for _ in range(40):
+        changed = bytearray(content)
+        changed[generator.integers(len(content) - 100)] ^= 1 << generator.integers(8)
+        file.write_bytes(changed)
+        cells = StoreCells.open(damaged)
+        try:
+            blocks = [cells.block(np.arange(start, start + 9)) for start in range(234, 468, 9)]
+        except DataError:
+            told += 1
+        else:
+            assert b"".join(block.counts.tobytes() for block in blocks) in expected[2]
+    assert told > 30
 
 
 def _without(name: str):
@@ -146,6 +224,11 @@ def test_changed_metadata_are_told(damaged, store, edit, match):
     file = damaged / "zarr.json"
     content = json.loads(file.read_text())
     edit(content["attributes"]["scforge"], content["consolidated_metadata"]["metadata"])
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"copy\.zarr' is corrupted: its zarr\.json does not match its checksum"):
+        read_all(damaged)
+    # As in a store of an earlier version, or with a checksum of their own.
+    content["attributes"].pop("scforge_sha256", None)
     file.write_text(json.dumps(content))
     if match is None:
         assert read_all(damaged) == read_all(store)

@@ -195,7 +195,7 @@ def vocabs(draw, genes=SYMBOLS | IDS) -> GeneVocab:
 @PATIENT
 @given(vocab=vocabs())
 def test_saved_and_read_is_the_same(vocab, tmp_path):
-    vocab.save(tmp_path / "vocab.json")
+    vocab.save(tmp_path / "vocab.json", overwrite=True)
     for again in (GeneVocab.from_file(tmp_path / "vocab.json"), pickle.loads(pickle.dumps(vocab))):
         assert again == vocab
         assert hash(again) == hash(vocab)

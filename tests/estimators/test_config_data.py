@@ -132,7 +132,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("override", "part"), MISTAKES, ids=[key for key, _ in MISTAKES])
 def test_mistakes_are_one_line(told, store, many_adata, monkeypatch, override: str, part: str) -> None:
     monkeypatch.setattr("scforge.estimators.training.fit", lambda *_, **__: pytest.fail("training began"))
-    Path(".s.zarr.partial").mkdir()
+    Path(".s.zarr.0123abcd.saving").mkdir()
     many_adata[:50].write_h5ad("a.h5ad")
     Path("config.yaml").write_text(TEXT.format(path=store))
     assert part in told("train", "--config", "config.yaml", "--quiet", "output.checkpoint_dir=ck", override)

@@ -1,4 +1,5 @@
 import csv
+import json
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from scforge._io import sha256_of_json
 from scforge.config import load_config, recipe_path
 from scforge.errors import MissingFileError, OptionError, ScforgeWarning, TrainingError
 from scforge.estimators import Encoder
@@ -154,6 +156,99 @@ def test_another_training_is_refused(cells, broken, made_with, options, named):
     with pytest.raises(OptionError, match="the settings differ from") as error:
         train(make(cells, **LIGHT | made_with), broken, resume="auto", **options)
     assert named in str(error.value)
+
+
+def change_counts(adata: ad.AnnData) -> None:
+    adata.X.data[adata.X.indptr[7]] += 1
+
+
+def change_genes(adata: ad.AnnData) -> None:
+    adata.X.data[adata.X.indptr[7]] = 0
+    adata.X.eliminate_zeros()
+
+
+def change_batches(adata: ad.AnnData) -> None:
+    adata.obs["donor"] = adata.obs["donor"].to_numpy()[::-1]
+
+
+def change_names(adata: ad.AnnData) -> None:
+    adata.var_names = [*adata.var_names[1:], "other"]
+
+
+def change_nothing(adata: ad.AnnData) -> None:
+    """Other types, the order of categories, and a column that is not used."""
+    adata.X = adata.X.astype(np.int64)
+    adata.obs["donor"] = adata.obs["donor"].cat.reorder_categories(adata.obs["donor"].cat.categories[::-1])
+    adata.obs["other"] = np.arange(len(adata.obs))
+
+
+@pytest.fixture
+def run_of_batches(cells, tmp_path) -> Path:
+    with pytest.raises(Crash):
+        train(with_batches(cells), tmp_path / "run", crash=5)
+    return tmp_path / "run"
+
+
+def with_batches(adata: ad.AnnData) -> Encoder:
+    adata = adata.copy()
+    Encoder.setup_anndata(adata, batch_key="donor", labels_key="group")
+    return Encoder(adata, **LIGHT)
+
+
+@pytest.mark.filterwarnings("ignore:.* of the cells have no mutual neighbor in another batch")
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (change_counts, r"\(counts\)"),
+        (change_genes, r"\(genes of each cell, counts\)"),
+        (change_batches, r"\(obs\['donor'\]\)"),
+        (change_names, r"\(genes\)"),
+        (change_nothing, None),
+    ],
+)
+def test_other_data_are_refused(cells, run_of_batches, change, named):
+    adata = cells.copy()
+    change(adata)
+    if named is None:
+        train(with_batches(adata), run_of_batches, resume="auto")
+        return
+    with pytest.raises(OptionError, match="resume: the data differ from the data of the training run in") as error:
+        train(with_batches(adata), run_of_batches, resume="auto")
+    assert re.search(named, str(error.value))
+    assert "; use the same data to resume, or start a new run in another folder" in str(error.value)
+
+
+def test_other_labels_are_refused(cells, tmp_path):
+    def annotator(adata: ad.AnnData, **options) -> None:
+        model = Encoder.load(tmp_path / "base", adata=adata.copy())
+        how = {**PLAIN, "max_epochs": 3, "checkpoint_dir": tmp_path / "tuned", "checkpoint_every_n_steps": 1}
+        model.finetune(task="annotation", labels_key="group", lora=True, **(how | options))
+
+    base = make(cells)
+    train(base, tmp_path / "run")
+    base.save(tmp_path / "base")
+    with pytest.raises(Crash):
+        annotator(cells, callbacks=[CrashAfter(3)])
+    other = cells.copy()
+    swapped = {"a": "b", "b": "a"}
+    other.obs["group"] = [swapped.get(label, label) if i < 9 else label for i, label in enumerate(other.obs["group"])]
+    with pytest.raises(OptionError, match=r"resume: the settings differ .*; and in the data: .*obs\['group'\]"):
+        annotator(other, resume="auto")
+    annotator(cells, resume="auto")
+
+
+def test_a_state_of_an_earlier_version(cells, broken, whole):
+    for file in broken.glob("step=*/training/state.json"):
+        content = json.loads(file.read_text())
+        settings = content["state"]["settings"]
+        for name in [name for name in settings if name.startswith("data: ")]:
+            del settings[name]
+        content["sha256"]["state"] = sha256_of_json(content["state"])
+        file.write_text(json.dumps(content))
+    other = make(cells)
+    with pytest.warns(ScforgeWarning, match="earlier version of scforge, so it is not known whether the data are the"):
+        train(other, broken, resume="auto")
+    assert same_weights(whole, other)
 
 
 def test_what_does_not_matter_may_change(cells, broken, whole):

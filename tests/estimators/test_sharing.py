@@ -47,7 +47,7 @@ def same_predictions(one: Encoder, two: Encoder, adata: ad.AnnData) -> None:
 @pytest.mark.slow
 def test_there_and_back(hub, model: Encoder, build, quick: dict) -> None:
     assert model.push_to_hub("org/light") == f"{hub.url}/org/light"
-    again, first = Encoder.load("org/light", model.adata), embedding(model, model.adata)
+    again, first = Encoder.load("hf://org/light", model.adata), embedding(model, model.adata)
     np.testing.assert_array_equal(embedding(again, model.adata), first)
     assert repr(again) == repr(model)
     again.push_to_hub("org/copy")
@@ -56,8 +56,8 @@ def test_there_and_back(hub, model: Encoder, build, quick: dict) -> None:
     model.push_to_hub("org/light", revision="v1")
     model.train(**quick)
     model.push_to_hub("org/light")
-    np.testing.assert_array_equal(embedding(Encoder.load("org/light", revision="v1"), model.adata), first)
-    assert np.abs(embedding(Encoder.load("org/light"), model.adata) - first).max() > 0
+    np.testing.assert_array_equal(embedding(Encoder.load("hf://org/light", revision="v1"), model.adata), first)
+    assert np.abs(embedding(Encoder.load("hf://org/light"), model.adata) - first).max() > 0
     with pytest.warns(NotTrainedWarning, match="its random weights will be pushed"):
         build().push_to_hub("org/random")
     assert "its weights are random" in hub.files("org/random")["README.md"].decode()
@@ -74,13 +74,13 @@ def test_what_was_told_is_on_the_card_and_stays_with_the_model(hub, model: Encod
     assert result["metrics"] == [
         {"type": "accuracy", "value": 0.9, "name": "accuracy (baselines: majority_class=0.500)"}
     ]
-    for words in ('load("org/light")', "| majority_class | 0.5 | 6 |", "Somebody 2026", "org/cells, others"):
+    for words in ('load("hf://org/light")', "| majority_class | 0.5 | 6 |", "Somebody 2026", "org/cells, others"):
         assert words in card
     assert "40 gene symbols" in card
-    again = Encoder.load("org/light")
+    again = Encoder.load("hf://org/light")
     saved = written(again, tmp_path / "saved")
     place = '"path/to/folder")  # the folder that this file is in'
-    expected = card.replace('"org/light")', place).replace("# light", "# gene_pooling")
+    expected = card.replace('"hf://org/light")', place).replace("# light", "# gene_pooling")
     expected = expected.replace("name: light", "name: gene_pooling")
     assert saved.splitlines()[:-1] == expected.splitlines()[:-1]  # the last line has the checksum of those above
     assert is_own_card(saved)
@@ -163,13 +163,13 @@ def test_adapters_bring_their_model(hub, model: Encoder, annotator: Encoder, qui
     assert (front["base_model"], front["base_model_relation"]) == ("org/light", "adapter")
     model.train(**quick)
     model.push_to_hub("org/light")  # adapters sit on the commit that they were trained on
-    again = Encoder.load("org/groups", model.adata)
+    again = Encoder.load("hf://org/groups", model.adata)
     same_predictions(again, annotator, model.adata)
     model.train(**quick)  # it is not what was sent
     with pytest.raises(OptionError, match="the base model has no public location"):
         model.finetune("annotation", lora={"r": 2}, **quick).push_to_hub("org/later", adapter_only=True)
     with pytest.raises(ModelFileError, match="were trained on a base model with other weights or genes"):
-        Encoder.load("org/groups", base="org/light")
+        Encoder.load("hf://org/groups", base="hf://org/light")
     again.push_to_hub("org/again", adapter_only=True)
     assert json.loads(hub.files("org/again")["adapter.json"])["base"]["name"] == "org/light"
 
@@ -186,7 +186,7 @@ def test_whole_fine_tuned_models_name_their_base(hub, model: Encoder, annotator:
     front = front_matter(hub, "org/groups")
     assert (front["base_model"], front["base_model_relation"]) == ("org/light", "finetune")
     assert front["pipeline_tag"] == "tabular-classification"
-    again = Encoder.load("org/groups", model.adata)
+    again = Encoder.load("hf://org/groups", model.adata)
     same_predictions(again, annotator, model.adata)
     assert len(again.evaluate(base=model)) > 1, "the cells that were held out are known again"
     annotator.push_to_hub("org/guess", adapter_only=True, base="org/other")
@@ -197,7 +197,7 @@ def test_adapters_in_folders_know_the_way_to_their_model(model: Encoder, annotat
     annotator.save(tmp_path / "before", adapter_only=True)
     model.save(tmp_path / "model")
     with pytest.raises(OptionError, match="base has no effect if dir_path="):
-        Encoder.load(tmp_path / "model", base="org/light")
+        Encoder.load(tmp_path / "model", base="hf://org/light")
     with pytest.raises(OptionError, match="does not contain the name of the base model; pass the base model as base"):
         Encoder.load(tmp_path / "before")
     model.save(tmp_path / "a" / "base")
@@ -221,8 +221,8 @@ def test_a_copy_knows_where_it_was_fetched(hub, model, annotator, quick: dict, t
     upload("adapter", "org/groups")
     assert pull_folder("org/groups", "groups") == Path("groups")
     with pytest.raises(MissingFileError, match="is a folder that does not exist; pass the base model as base"):
-        Encoder.load("org/groups")
-    for name in ("org/groups", "groups"):
+        Encoder.load("hf://org/groups")
+    for name in ("hf://org/groups", "groups"):
         assert Encoder.load(name, base="base").spec.tuning is not None
     model.push_to_hub("org/light")
     pull_folder("org/light", "light")

@@ -77,7 +77,6 @@ def test_rare_labels_are_left_out_of_annotation_and_named_once(cells) -> None:
 
 def test_mistakes(cells) -> None:
     embedding, obs = cells
-    mixed = obs.assign(label=np.array([1, "1", 2], dtype=object)[np.arange(120) % 3])
     labels, annotation = LabelPrediction("label"), CellTypeAnnotation("label")
     with pytest.raises(OptionError, match="n_folds=1 is too small; pass at least 2"):
         LabelPrediction("label", n_folds=1)
@@ -87,7 +86,6 @@ def test_mistakes(cells) -> None:
         (obs[:90], "labels_key='label' has only one value .'a'.; choose"),
         (obs.assign(label=None), "labels_key='label' has no values; choose a column with at least two"),
         (obs[:93], r"fewer than 2 labels .* n_folds=5 \(left out: 'b' \(3 cells\)\); lower n_folds"),
-        (mixed, "labels_key='label' contains different values with the same text"),
     ]:
         with pytest.raises(DataError, match=message):
             labels.run(embedding[: len(some)], some)
@@ -115,9 +113,19 @@ def test_mistakes(cells) -> None:
 
 
 def test_labels_that_may_be_none_are_told(cells) -> None:
-    odd = cells[1].assign(label=np.array(["nan", "a", "unknown"])[np.arange(120) % 3])
-    with pytest.warns(ScforgeWarning, match="has the label 'nan', 'unknown'; replace it with numpy.nan if it means"):
+    odd = cells[1].assign(label=np.array(["N/A", "a", "Unassigned", "b"])[np.arange(120) % 4])
+    with pytest.warns(ScforgeWarning, match="60 of 120 cells have the label 'N/A', 'Unassigned', which is treated as"):
         LabelPrediction("label").check(odd)
+    known = odd["label"].isin(["a", "b"])
+    alone = LabelPrediction("label").run(cells[0][known], odd[known])
+    assert LabelPrediction("label").run(cells[0], odd) == alone
+
+
+def test_equal_values_of_different_types_are_one_label(cells) -> None:
+    embedding, obs = cells
+    mixed = obs.assign(label=np.array([1, "1", 2.0], dtype=object)[np.arange(120) % 3])
+    text = obs.assign(label=np.array(["1", "1", "2"])[np.arange(120) % 3])
+    assert LabelPrediction("label").run(embedding, mixed) == LabelPrediction("label").run(embedding, text)
 
 
 @pytest.mark.parametrize("kind", [sparse.csr_matrix, pd.DataFrame, lambda x: pd.DataFrame(x).convert_dtypes()])

@@ -247,7 +247,9 @@ def test_written(tmp_path: Path) -> None:
     assert content == report().to_dict()
     columns = ["method", "metric", "value"]
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "report.csv")[columns], report().to_frame()[columns])
-    compared(math.nan).write(tmp_path)
+    with pytest.raises(OptionError, match=r"already contains 'report.json', .*; choose another folder, or pass overw"):
+        compared(math.nan).write(tmp_path)
+    compared(math.nan).write(tmp_path, overwrite=True)
     content = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
     assert content["rows"][0]["comparisons"]["f1"]["p_value"] is None
 
@@ -285,7 +287,7 @@ def test_written_nothing_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match=r"No space.*report\.html'"):
-        replace(report(), title="Another").write(tmp_path)
+        replace(report(), title="Another").write(tmp_path, overwrite=True)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

@@ -1,5 +1,5 @@
 import json
-import logging
+import re
 import shutil
 import traceback
 from pathlib import Path
@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from scforge.cli import main
 from scforge.errors import HubError, MissingFileError, ModelFileError, OptionError
 from scforge.hub import resolve, upload
 from scforge.hub.finding import copy_model, find_model, is_hub_name
+from scforge.models import Encoder
 
 # huggingface_hub sends large files with an argument that its HTTP client has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw:DeprecationWarning")
@@ -44,24 +46,19 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_what_was_sent_is_fetched(hub, repo: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert contents(resolve(repo)) == MODEL
+    assert contents(resolve(f"hf://{repo}")) == MODEL
     hub.requests.clear()
     assert contents(resolve(f"hf://{repo}")) == MODEL
     assert not [path for path in hub.requests if "resolve" in path], "what is in the cache is not fetched again"
     upload(folder, "org/secret", private=True, token="hf_writer")
     monkeypatch.delenv("HF_TOKEN")
-    assert contents(resolve("org/secret", token="hf_writer")) == MODEL
+    assert contents(resolve("hf://org/secret", token="hf_writer")) == MODEL
 
 
-def test_pickles_and_code_are_not_fetched(hub, repo: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_pickles_and_code_are_not_fetched(hub, repo: str) -> None:
     for name in ("pytorch_model.bin", "modeling.py", "data.pkl", "sub/config.json"):
         hub.add_file(repo, name, PICKLE)
-    with caplog.at_level(logging.INFO, "scforge"):
-        folder = resolve("org/light/")
-        assert resolve("hf://org/light/") == folder
-    assert contents(folder) == MODEL
-    said = f"using the hub repository org/light at commit {hub.repos[repo].branches['main']}"
-    assert caplog.text.count(said) == 1, "of the bare name"
+    assert contents(resolve("hf://org/light/")) == MODEL
     assert not [path for path in hub.requests if "resolve" in path and not path.endswith(tuple(MODEL))]
 
 
@@ -72,36 +69,36 @@ def test_revisions(hub, repo: str, folder: Path) -> None:
     upload(folder, repo, revision="v2")
     upload(folder, repo, commit_message="again")
     for name, weights in {first: b"weights", "v2": b"other weights", "main": b"other weights"}.items():
-        assert contents(resolve(repo, revision=name))["model.safetensors"] == weights
+        assert contents(resolve(f"hf://{repo}", revision=name))["model.safetensors"] == weights
     assert contents(resolve(f"hf://{repo}@{first}"))["model.safetensors"] == b"weights"
-    assert resolve(repo, revision=first).name == first
+    assert resolve(f"hf://{repo}", revision=first).name == first
 
 
 def test_offline_from_the_cache(hub, repo: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fetched = resolve(repo)
+    fetched = resolve(f"hf://{repo}")
     hub.requests.clear()
-    assert resolve(repo, local_files_only=True) == fetched
+    assert resolve(f"hf://{repo}", local_files_only=True) == fetched
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert resolve(repo) == fetched
+    assert resolve(f"hf://{repo}") == fetched
     assert not hub.requests
     with pytest.raises(
         MissingFileError, match="'org/other' is not in the cache.* connect to the internet to download it"
     ):
-        resolve("org/other")
+        resolve("hf://org/other")
     with pytest.raises(MissingFileError, match="'org/light' is not in the cache"):
-        resolve(repo, revision="v9")
+        resolve(f"hf://{repo}", revision="v9")
     with pytest.raises(HubError, match="the hub is disabled by HF_HUB_OFFLINE; unset HF_HUB_OFFLINE"):
         upload(fetched, repo)
 
 
 def test_without_a_connection(hub, repo: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fetched = resolve(repo)
+    fetched = resolve(f"hf://{repo}")
     monkeypatch.setattr(constants, "ENDPOINT", "http://us:hunter2@127.0.0.1:9")
-    assert resolve(repo) == fetched
+    assert resolve(f"hf://{repo}") == fetched
     with pytest.raises(
         MissingFileError, match=r"'org/other' is not in the cache.*did not answer; connect to the internet"
     ):
-        resolve("org/other")
+        resolve("hf://org/other")
     with pytest.raises(HubError, match=r"127\.0\.0\.1:9 failed .*; check the connection and HF_ENDPOINT") as caught:
         upload(fetched, repo)
     assert "hunter2" not in "".join(traceback.format_exception(caught.value))
@@ -112,22 +109,16 @@ def test_without_a_connection(hub, repo: str, monkeypatch: pytest.MonkeyPatch) -
     ("name", "options", "error", "message"),
     [
         (
-            "org/nothing",
-            {},
-            MissingFileError,
-            r"\(not a local folder\): there is no repository 'org/nothing' .*check the na",
-        ),
-        (
-            "org/light",
+            "hf://org/light",
             {"token": "hf_wrong"},
             HubError,
             r"failed \(401, Invalid credentials.* a token .HF_TOKEN",
         ),
         ("hf://org/nothing", {}, MissingFileError, "name='hf://org/nothing': there is no repository 'org/nothing'"),
-        ("org/light", {"revision": "v9"}, MissingFileError, "there is no revision 'v9' of 'org/light'"),
-        ("org/secret", {"token": "hf_reader"}, MissingFileError, "or it is private; check the name"),
-        ("org/asking", {"token": "hf_reader"}, OptionError, "request access at http.*/org/asking"),
-        ("org/foreign", {}, ModelFileError, "contains no model .*config.json.* or adapter .*convert-checkpoint"),
+        ("hf://org/light", {"revision": "v9"}, MissingFileError, "there is no revision 'v9' of 'org/light'"),
+        ("hf://org/secret", {"token": "hf_reader"}, MissingFileError, "or it is private; check the name"),
+        ("hf://org/asking", {"token": "hf_reader"}, OptionError, "request access at http.*/org/asking"),
+        ("hf://org/foreign", {}, ModelFileError, "contains no model .*config.json.* or adapter .*convert-checkpoint"),
     ],
 )
 def test_what_cannot_be_had(hub, folder: Path, name, options: dict, error, message: str) -> None:
@@ -162,23 +153,29 @@ def test_arguments(hub, name, options: dict, error, message: str) -> None:
         resolve(name, **options)
 
 
-@pytest.mark.parametrize("last", ["Last", "step-100"])
-def test_mistyped_folders_of_a_training_are_not_looked_for_on_the_hub(hub, last: str) -> None:
-    hub.add_repo(f"ckpt/{last}", MODEL)
+@pytest.mark.parametrize("name", ["org/light", "ckpt/final", "checkpoints/light/"])
+def test_the_hub_is_asked_for_hub_names_only(hub, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add_repo(name.rstrip("/"), MODEL)
     hub.requests.clear()
-    with pytest.raises(MissingFileError, match="does not exist; pass a folder, a hub repository .hf://org/name"):
-        resolve(f"ckpt/{last}/")
+    monkeypatch.chdir(tmp_path)
+    plain = name.rstrip("/")
+    message = f"name='{name}' does not exist; pass a folder, hf://{plain} if it is a repository of the hub, or scforge:"
+    with pytest.raises(MissingFileError, match=re.escape(message)):
+        resolve(name)
+    with pytest.raises(MissingFileError, match=f"hf://{plain} if it is"):
+        resolve(name, revision="v1")
+    with pytest.raises(MissingFileError, match=f"hf://{plain} if it is"):
+        Encoder.load(name)
+    assert main(["embed", "cells.h5ad", "-m", name, "-o", "out.h5ad"]) == 2
     assert not hub.requests
-    assert contents(resolve(f"hf://ckpt/{last}")) == MODEL
+    assert contents(resolve(f"hf://{plain}")) == MODEL
 
 
-def test_a_folder_comes_before_the_hub(hub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_no_repository(hub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(folder, "org/light")
-    assert is_hub_name("other/light")
+    assert not is_hub_name("org/light")
     assert resolve("org/light") == Path("org/light")
-    with pytest.raises(MissingFileError, match="'org/lihgt' does not exist; pass .*or scforge://name"):
-        resolve("org/lihgt")
     with pytest.raises(OptionError, match="revision='v1' has no effect: name='org/light' is a local folder"):
         resolve("org/light", revision="v1")
     assert not hub.requests
@@ -212,7 +209,7 @@ def test_a_copy_replaces_the_model_and_nothing_else(folder: Path, tmp_path: Path
 
 
 def test_a_hub_that_fails(hub, repo: str) -> None:
-    folder = resolve(repo)
+    folder = resolve(f"hf://{repo}")
     hub.status = 500
     with pytest.raises(HubError, match=r"failed \(500, the hub is ill\); check the connection"):
         upload(folder, repo)

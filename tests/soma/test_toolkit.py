@@ -247,7 +247,7 @@ def test_tables_of_genes_are_read_by_the_tokenizer(model, suffix):
     given = pd.read_csv("table.csv", index_col=0) if suffix == "csv" else f"table.{suffix}"
     tokenizer = GeneEmbeddingTokenizer(GeneVocab.from_genes(["ENSG1", "ENSG2"]), table=given)
     np.testing.assert_allclose(tokenizer.gene_vectors()[-2:], table.loc[["ENSG1", "ENSG2"]], rtol=1e-6)
-    with pytest.raises(OptionError, match="exists; pass overwrite"):
+    with pytest.raises(OptionError, match="exists; choose another name, or pass overwrite"):
         embed("genes.csv", model, f"table.{suffix}", progress_bar=False)
 
 

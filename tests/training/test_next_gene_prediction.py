@@ -186,9 +186,9 @@ def test_columns_that_are_no_classes():
         conditioned(conditions=["B", "T"])[0].bind(cells)
     for values, message in (
         ([None, None], "is missing for all cells"),
-        ([0.5, 1.5], "contains numbers instead of classes"),
+        ([0.5, 1.5], "contains non-integer numbers"),
     ):
-        with pytest.raises(OptionError, match=f"condition_key='kind' {message}"):
+        with pytest.raises((DataError, OptionError), match=f"condition_key='kind' {message}"):
             conditioned()[0].options_from(lambda name, values=values: pd.Series(values))
 
 

@@ -91,3 +91,19 @@ def test_cells_are_embedded_in_the_order_of_the_objective(setup, tiny_vocab, ord
         assert np.abs(result - module.encode(**tokenizer(block)).numpy()).max() > 1e-3
     whole = embed(module, setup.cells, tokenizer, objective=objective)
     np.testing.assert_allclose(result, whole[rows], atol=1e-5)
+
+
+def test_values_that_are_not_finite(setup):
+    with torch.no_grad():
+        next(setup.module.parameters()).fill_(3e38)
+    with pytest.raises(TrainingError, match=r"computed NaN or infinite values for 60 of 60 cells \(first: cell 0\)"):
+        embed(setup.module, setup.cells, setup.tokenizer)
+
+    def encode(input_ids, **batch):
+        values = torch.zeros(len(input_ids), 2)
+        values[batch["values"].sum(dim=1).argmax(), 1] = torch.inf
+        return values
+
+    setup.module.encode = encode
+    with pytest.raises(TrainingError, match=r"for 1 of \d+ cells \(first: cell \d+\); check its weights, and the coun"):
+        embed(setup.module, setup.cells, setup.tokenizer, batch_size=20)

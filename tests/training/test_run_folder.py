@@ -24,6 +24,7 @@ def folder(tmp_path) -> RunFolder:
         place = run.path / f"step={step:08d}"
         place.mkdir(parents=True)
         write_state(place, {**STATE, "step": step})
+        (place / "config.json").write_text('{"scforge_version": "1"}')
     return run
 
 
@@ -112,9 +113,8 @@ def test_hostile_states(content, message, folder):
 
 
 def test_what_a_killed_process_left_is_removed(folder):
-    for name in (".step=00000011.saving", ".epoch=03.removed", ".final.saving"):
+    for name in (".step=00000011.0123abcd.saving", ".epoch=03.0123abcd.saving", ".final.0123abcd.saving"):
         (folder.path / name / "part").mkdir(parents=True)
-    (folder.path / ".final.saving.lock").touch()
     (folder.path / "epoch=01").mkdir()
     with folder.locked():
         names = sorted(path.name for path in folder.path.iterdir() if path.name != ".lock")

@@ -145,7 +145,7 @@ def test_classes_and_batches(tiny_adata, tiny_vocab, tokenizer):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"labels_key": "number"}, "labels_key='number' contains numbers instead of classes"),
+        ({"labels_key": "number"}, "labels_key='number' contains non-integer numbers"),
         ({"batch_key": "empty"}, "batch_key='empty' is missing for all cells"),
         ({"labels_key": "grup"}, "labels_key='grup'"),
         (

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from scforge._io import atomic_write_text
+from scforge._io import atomic_write_text, check_output
 from scforge.config.aliases import ALIASES, section_of
 from scforge.config.recipes import recipe_path
 from scforge.config.schema import Config
@@ -38,7 +38,9 @@ def init_config(
     Raises
     ------
     ConfigError
-        If the recipe does not exist, or the file exists.
+        If the recipe does not exist.
+    OptionError
+        If the file exists.
 
     Examples
     --------
@@ -47,27 +49,31 @@ def init_config(
     """
     text = recipe_path(recipe).read_text(encoding="utf-8")
     path = Path(f"{recipe}.yaml" if output is None else output)
-    if path.is_dir():
-        raise ConfigError(f"output={str(path)!r} is a folder; pass the path of a file.")
     if path.suffix == ".toml":
         raise ConfigError(f"output={str(path)!r} must end in .yaml, because recipes are YAML files.")
-    if path.exists() and not overwrite:
-        raise ConfigError(f"output={str(path)!r} exists; choose another name, or overwrite the file (--overwrite).")
-    atomic_write_text(path, text)
+    check_output("output", path, overwrite=overwrite)
+    atomic_write_text(path, text, overwrite=overwrite, argument="output")
     return path
 
 
-def config_schema(output: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+def config_schema(output: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> dict[str, Any]:
     """Return the JSON schema of configuration files, for editors.
 
     Parameters
     ----------
     output
         File to write. If None, nothing is written.
+    overwrite
+        Whether to replace an existing file.
 
     Returns
     -------
     The schema, whose ``properties`` are the sections.
+
+    Raises
+    ------
+    OptionError
+        If the file exists.
 
     Examples
     --------
@@ -88,7 +94,8 @@ def config_schema(output: str | os.PathLike[str] | None = None) -> dict[str, Any
         _allow_one(_find(schema, option))
     _allow_empty(schema)
     if output is not None:
-        atomic_write_text(output, json.dumps(schema, indent=2) + "\n")
+        check_output("output", output, overwrite=overwrite)
+        atomic_write_text(output, json.dumps(schema, indent=2) + "\n", overwrite=overwrite, argument="output")
     return schema
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
+from scforge._opening import check_plain, check_regular, unfit
 from scforge.config.aliases import AliasError, Places, Source, apply_aliases, config_error, shown, without_secrets
 from scforge.config.schema import Config
 from scforge.errors import SECRET, ConfigError, first_line
@@ -23,13 +25,16 @@ _NUMBER = re.compile(r"[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$|[-+]?\.[\d_]+[eE]
 class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            return super().construct_object(node, deep)
+            made = super().construct_object(node, deep)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             # Some scalars look like a date or a number but are not, e.g. 2024-13-01; PyYAML leaves that to Python.
             kind = node.tag.rpartition(":")[2]
             raise yaml.constructor.ConstructorError(
                 None, None, f"{shown(node.value)} is not a value of type {kind}; put text in quotes", node.start_mark
             ) from error
+        if problem := unfit(made):
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return made
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -59,6 +64,17 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
 
 
+_MAX_PARTS = 100_000
+"""Maximum number of keys and values of a document, where each use of an alias counts all that it stands for."""
+
+
+def _parts_of(content: Any) -> Iterable[Any] | None:
+    """Return the parts of a YAML node, or None for a scalar."""
+    if isinstance(content, yaml.MappingNode):
+        return chain.from_iterable(content.value)
+    return content.value if isinstance(content, yaml.SequenceNode) else None
+
+
 _HINTS = {
     "cannot start any token": "indent with spaces, never with tab characters",
     "did not find expected": "check the indentation",
@@ -86,7 +102,10 @@ def parse_yaml(text: str, *, where: str) -> tuple[Any, yaml.Node | None]:
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
-        return (None, None) if root is None else (loader.construct_document(root), root)
+        if root is None:
+            return None, None
+        check_plain(root, _parts_of, most=_MAX_PARTS)
+        return loader.construct_document(root), root
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -96,15 +115,21 @@ def parse_yaml(text: str, *, where: str) -> tuple[Any, yaml.Node | None]:
         place, reason = f", character {error.position + 1}", f"{error.reason}: #x{error.character:04x}"
     except RecursionError:
         place, reason = "", "brackets or sections are nested too deeply"
+    except ValueError as error:
+        place, reason = "", str(error)
     raise ConfigError(f"{where}{place} is not valid YAML: {' '.join(reason.split()).rstrip('.')}.")
 
 
 def parse_toml(text: str, *, where: str) -> Any:
     """Return the content of a TOML document; the TOML parser does not report line numbers."""
     try:
-        return tomllib.loads(text) or None
-    except tomllib.TOMLDecodeError as error:
+        content = tomllib.loads(text)
+        check_plain(content, most=_MAX_PARTS)
+    except RecursionError:
+        raise ConfigError(f"{where} is not valid TOML: brackets or sections are nested too deeply.") from None
+    except ValueError as error:
         raise ConfigError(f"{where} is not valid TOML: {first_line(error)}.") from None
+    return content or None
 
 
 def dump_yaml(content: Any) -> str:
@@ -230,6 +255,7 @@ def _canonical(content: Mapping[str, Any], source: Source) -> dict[str, Any]:
 
 def _read(path: Path) -> tuple[Mapping[str, Any], Source]:
     name = repr(str(path))
+    check_regular(path, ConfigError)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:

@@ -534,7 +534,7 @@ class FinetuneConfig(OpenSection):
     Parameters
     ----------
     base_model
-        Base model to fine-tune: its folder, a hub repository (``org/name``), or ``scforge://name``.
+        Base model to fine-tune: its folder, a hub repository (``hf://org/name``), or ``scforge://name``.
     task
         Registered name of the task, e.g. ``"annotation"``.
     labels_key, batch_key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -12,7 +13,7 @@ import pandas as pd
 from scipy import sparse
 
 from scforge._constants import TARGET_SUM
-from scforge.data.checks import canonical, row_sums, sound_csr
+from scforge.data.checks import canonical, row_checksums, row_sums, sound_csr
 from scforge.data.genes import MIN_OVERLAP, map_names
 from scforge.data.sampling import _mix_keys
 from scforge.errors import DataError, OptionError, suggest
@@ -284,6 +285,12 @@ class CellSource:
         """Number of expressed vocabulary genes of each cell, int64, shape (N,)."""
         return np.diff(self.counts.indptr).astype(np.int64)
 
+    def counts_digest(self) -> str:
+        """Return a hash of the counts and totals of all cells, in their order."""
+        counts = self.counts
+        sums = row_checksums(counts.indptr, counts.indices, counts.data, self.totals)
+        return hashlib.blake2b(sums.data, digest_size=16).hexdigest()
+
     def take(self, rows: np.ndarray) -> CellSource:
         """Return the cells at `rows` as a separate source."""
         obs = None if self.obs is None else self.obs.iloc[rows]
@@ -400,7 +407,10 @@ def column_of(obs: pd.DataFrame | None, key: str) -> pd.Series:
     columns = [] if obs is None else [str(column) for column in obs.columns if not str(column).startswith("_scvi_")]
     if obs is None or key not in obs:
         raise DataError(f"{key!r} is not a column of obs{suggest(key, columns, 'available')}")
-    return obs[key]
+    values = obs[key]
+    if isinstance(values.dtype, np.dtype) and not values.dtype.isnative:  # pandas selects no rows of it
+        return values.astype(values.dtype.newbyteorder("="))
+    return values
 
 
 def cell_names(cells: Cells) -> pd.Index:

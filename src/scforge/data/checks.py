@@ -14,6 +14,7 @@ import numpy as np
 from scipy import sparse
 
 from scforge._checks import check_known
+from scforge._columns import texts_of
 from scforge._constants import TARGET_SUM
 from scforge.errors import DataError, OptionError, listing, warn
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 _CHECKED: dict[int, tuple[Any, ...]] = {}
 """A mapping from id to fingerprint of matrices whose counts were checked; a changed matrix is checked again."""
+
+_MAX_COUNT = float(np.finfo(np.float32).max)
+"""Largest count: models compute with counts as float32."""
 
 REPAIR = "write the file again, or rebuild the matrix"
 """Advice for a corrupted matrix."""
@@ -99,6 +103,19 @@ def unsound_row(counts: sparse.csr_matrix) -> int:
     return int(_unsound_row(counts.indptr, counts.indices, counts.data, counts.shape[1]))
 
 
+def row_checksums(indptr: np.ndarray, genes: np.ndarray, counts: np.ndarray, totals: np.ndarray) -> np.ndarray:
+    """Return a checksum of the genes, counts and total of each row, uint32, shape (number of rows,).
+
+    The checksum depends on the order of the entries, but not on the types of the arrays.
+    """
+    sums = np.empty(len(indptr) - 1, dtype=np.uint32)
+    # Bits of a positive number are those of an unsigned one, which is mixed in half the time.
+    parts = (part.view(f"u{part.itemsize}") if part.dtype.kind == "i" else part for part in (genes, counts))
+    bits = np.ascontiguousarray(totals, dtype=np.float64).view(np.uint64)
+    _checksums(indptr.astype(np.int64, copy=False), *parts, bits, sums)  # type: ignore[call-arg]
+    return sums
+
+
 def pick_genes(counts: sparse.csr_matrix, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return boundaries, new gene indices (int32) and counts (float32) of sorted rows, without columns mapped to -1.
 
@@ -121,6 +138,21 @@ def _unsound_row(indptr, indices, data, n_genes):
                 return row
             last = gene
     return -1
+
+
+@numba.njit(cache=True, nogil=True)
+def _checksums(indptr, genes, counts, totals, sums):
+    """Sum a mix of the position, gene and count of each entry, so that any single change is seen."""
+    odd, other = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
+    step, high = np.uint64(0xD1342543DE82EF95), np.uint64(32)
+    for row in range(len(indptr) - 1):
+        found = (totals[row] + odd) * other
+        place = np.uint64(0)
+        for entry in range(indptr[row], indptr[row + 1]):
+            place += step
+            mixed = ((np.uint64(genes[entry]) << high | np.uint64(counts[entry])) ^ place) * odd
+            found += (mixed ^ (mixed >> high)) * other
+        sums[row] = np.uint32(found ^ (found >> high))
 
 
 @numba.njit(cache=True, nogil=True)
@@ -199,24 +231,27 @@ def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
         columns = [column for column in adata.obs.columns if not str(column).startswith("_scvi_")]
         check_known(argument, key, columns, "adata.obs")
     if argument == "batch_key":
-        values = adata.obs[key].dropna()
-        measured = values.dtype.kind == "f" and (values % 1 != 0).any()
-        if (measured and values.nunique() > max(_FEW_VALUES, len(values) // 2)) or names_each_cell(adata.obs[key]):
+        texts = texts_of(adata.obs[key], key=key, argument=argument)
+        names, n_cells = texts.categories, int(texts.notna().sum())
+        measured = adata.obs[key].dtype.kind == "f" and any("." in name for name in names)
+        if (measured and len(names) > max(_FEW_VALUES, n_cells // 2)) or names_each_cell(texts):
             raise DataError(
-                f"batch_key={key!r} has {values.nunique():,} different values in {adata.n_obs:,} cells (first: "
-                f"{values.iloc[0]!s}) and does not look like a batch column; choose another column, omit batch_key, or "
-                "bin the values, e.g. with pandas.cut."
+                f"batch_key={key!r} has {len(names):,} different values in {adata.n_obs:,} cells (first: "
+                f"{texts.dropna()[0]}) and does not look like a batch column; choose another column, omit batch_key, "
+                "or bin the values, e.g. with pandas.cut."
             )
 
 
-def names_each_cell(column: pd.Series) -> bool:
-    """Return whether an obs column has many values that are all different, like barcodes."""
-    return len(column) > _FEW_VALUES and column.is_unique
+def names_each_cell(texts: pd.Categorical) -> bool:
+    """Return whether the text of an obs column has many values that are all different, like barcodes."""
+    return len(texts) > _FEW_VALUES and len(texts.categories) + bool(texts.isna().any()) == len(texts)
 
 
 def inherited_batch_key(obs: pd.DataFrame, key: str | None) -> str | None:
     """Return the `batch_key` of other data, or None if it is missing here or differs for each cell."""
-    return None if key is None or key not in obs or names_each_cell(obs[key]) else key
+    if key is None or key not in obs or names_each_cell(texts_of(obs[key], key=key, argument="batch_key")):
+        return None
+    return key
 
 
 def warn_if_transposed(adata: AnnData) -> None:
@@ -336,8 +371,9 @@ def _as_csr(matrix: Any, where: str) -> sparse.csr_matrix:
         raise DataError(f"{where} contains {n_masked:,} masked values; replace them, e.g. with matrix.filled(0).")
     if hasattr(matrix, "compute"):  # a dask array; SciPy takes one of sparse blocks for something else
         matrix = matrix.compute()
-    if getattr(matrix, "dtype", None) == np.float16:  # scipy has no sparse matrices of it
-        matrix = matrix.astype(np.float32)
+    dtype = getattr(matrix, "dtype", np.dtype(np.float32))
+    if dtype == np.float16 or not dtype.isnative:  # scipy has no sparse matrices of these
+        matrix = matrix.astype(np.float32 if dtype == np.float16 else dtype.newbyteorder("="))
     matrix = sound_csr(matrix, where)
     return matrix if matrix.has_canonical_format else canonical(matrix)
 
@@ -348,6 +384,8 @@ def value_problem(data: np.ndarray) -> str | None:
         return f"contains {int((~np.isfinite(data)).sum())} missing or infinite values"
     if len(data) and data.min() < 0:
         return f"contains negative values (smallest: {data.min():g})"
+    if data.dtype.kind == "f" and len(data) and data.max() > _MAX_COUNT:
+        return f"contains values above the largest float32, {_MAX_COUNT:.1e} (largest: {data.max():g})"
     if data.dtype.kind == "f" and (fractional := data != np.floor(data)).any():
         return f"contains values that are not whole numbers (first: {data[fractional][0]})"
     return None

@@ -17,20 +17,21 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from scipy import sparse
 
 from scforge._checks import check_seed
-from scforge._io import swap_in
+from scforge._io import locked, new_folder, remove_working, swap_in
 from scforge._version import __version__
 from scforge.data.cells import CellBlock, StreamingMedians
-from scforge.data.checks import listed_columns, row_sums
+from scforge.data.checks import listed_columns, row_checksums, row_sums
 from scforge.data.gene_sets import warn_of_partial
 from scforge.data.genes import MIN_OVERLAP, GeneMap, map_streams, warn_counts_outside, warn_empty
-from scforge.data.paths import check_target, is_url, partial_path
+from scforge.data.paths import check_target, is_url
 from scforge.data.readers import ChunkReader, open_streams, parse_bytes
 from scforge.data.sampling import ranges
 from scforge.data.store import (
+    CHECKED,
     CHUNK_SIZE,
     CODECS,
     DATASET,
@@ -201,7 +202,7 @@ def convert(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             scforge_version=__version__,
         )
-        write_root(folder / "store", info, genes, measured)
+        write_root(folder / "store", info, genes, measured, scattered.checksums)
         check_target(path, overwrite)  # something may have been written there meanwhile
         swap_in(folder / "store", target)
     return info
@@ -218,24 +219,21 @@ def _check_apart(target: Path, streams: Sequence[ChunkReader]) -> None:
 
 @contextlib.contextmanager
 def _working_folder(target: Path) -> Iterator[Path]:
-    """Create and lock the folder in which a store is written; it is always removed at the end."""
-    folder = partial_path(target)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / "lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise OptionError(f"another conversion is writing to {str(folder)!r}; wait until it has finished.") from error
-    try:
-        for path in folder.iterdir():  # of a conversion that was killed
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != "lock":
-                path.unlink()
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        lock.release()
+    """Create the folder in which a store is written, and lock its target; it is always removed at the end."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(target.with_name(f".{target.name}.saving.lock"), blocking=False))
+        except Timeout as error:
+            raise OptionError(
+                f"another conversion is writing to {str(target)!r}; wait until it has finished."
+            ) from error
+        remove_working(target.parent, f".{target.name}")  # of a conversion that was killed
+        folder = new_folder(target.parent, f".{target.name}")
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -331,6 +329,8 @@ class _Scattered:
         """Sum of all counts, for each source."""
         self.sum_of_partial = 0.0
         """Sum of all counts in vocabulary genes that some source does not measure."""
+        self.checksums: list[np.ndarray] = []
+        """Checksums of the cells of each dataset."""
 
     def read(
         self, streams: Sequence[ChunkReader], maps: Sequence[GeneMap], table: pd.DataFrame, *, progress: bool
@@ -391,6 +391,8 @@ class _Scattered:
                 obs = table.iloc[cells]
                 obs.insert(len(obs.columns) - 1, TOTAL, self.totals[cells])
                 _write_dataset(store / DATASET.format(number), matrix, obs, self.vocab)
+                sums = row_checksums(matrix.indptr, matrix.indices, matrix.data, self.totals[cells])
+                self.checksums.append(sums)
                 found = dataset_hash(matrix.indptr, matrix.indices, matrix.data, obs)
                 datasets.append({"n_cells": len(cells), "n_nonzeros": int(matrix.indptr[-1]), "hash": found})
                 bar.update(len(cells))
@@ -433,18 +435,27 @@ def _write_dataset(folder: Path, matrix: sparse.csr_matrix, obs: pd.DataFrame, v
     import zarr
     from annbatch import write_sharded
     from anndata import AnnData
+    from anndata.io import write_elem
     from zarr.codecs import BloscCodec, Crc32cCodec
 
-    adata = AnnData(matrix, obs=obs, var=pd.DataFrame(index=pd.Index(vocab.genes, dtype=str)))
-    with zarr.config.set(CODECS), warnings.catch_warnings():
+    adata = AnnData(matrix, obs=obs[[]], var=pd.DataFrame(index=pd.Index(vocab.genes, dtype=str)))
+    # Every chunk is written, because a missing chunk is an error; zarrs leaves out chunks of zeros.
+    codecs = CODECS if matrix.indices.any() else {}
+    with zarr.config.set({"array.write_empty_chunks": True}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
-        write_sharded(
-            zarr.open_group(folder, mode="w", zarr_format=3),
-            adata,
-            n_obs_per_chunk=CHUNK_SIZE,
-            shard_size=_SHARD,
-            compressors=(BloscCodec(cname="lz4", clevel=9, shuffle="shuffle"), Crc32cCodec()),
-        )
+        with zarr.config.set(codecs):
+            write_sharded(
+                zarr.open_group(folder, mode="w", zarr_format=3),
+                adata,
+                n_obs_per_chunk=CHUNK_SIZE,
+                shard_size=_SHARD,
+                compressors=(BloscCodec(cname="lz4", clevel=9, shuffle="shuffle"), Crc32cCodec()),
+            )
+        # annbatch writes the tables without checksums.
+        group = zarr.open_group(folder, mode="r+", use_consolidated=False)
+        for name, table in (("obs", obs), ("var", adata.var)):
+            write_elem(group, name, table, dataset_kwargs={"compressors": CHECKED})
+        zarr.consolidate_metadata(group.store)
 
 
 def _bar(what: str, n_cells: int, progress: bool) -> Any:

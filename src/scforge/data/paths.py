@@ -5,13 +5,24 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scforge._io import check_folder, put_back, read_json
-from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, spelled
+from scforge._io import check_folder, left_by_swap, others_in_store, read_json, working_folders
+from scforge._opening import check_regular
+from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, listing, spelled
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]+://")
+
+PROTOCOLS = ("file", "memory", "http", "https", "s3", "gs", "gcs", "az", "abfs", "abfss", "hf")
+"""Protocols of URLs that scforge opens. Others of fsspec read further files that the data name, or run expressions."""
+
+_OTHER_PLACES = {
+    *("cache_storage", "fo", "fs", "protocol", "ref_storage_args", "remote_options", "remote_protocol"),
+    *("simple_templates", "target_options", "target_protocol", "templates"),
+}
+"""Options that make fsspec read from another place than the URL names."""
 
 
 def is_url(place: Any) -> bool:
@@ -25,12 +36,28 @@ def is_url(place: Any) -> bool:
     return isinstance(place, str) and _SCHEME.match(place) is not None
 
 
+def check_url(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
+    """Return the protocol of a URL. Raises an OptionError if it, or an option, may open more than the URL names."""
+    scheme = url.partition("://")[0]
+    if "::" in url:
+        raise OptionError(f"{url!r} chains URLs with '::', which scforge does not open; pass the URL of the data.")
+    if scheme not in PROTOCOLS:
+        raise OptionError(f"{url!r} has the protocol {scheme!r}; use one of {listing(PROTOCOLS)}, or a local copy.")
+    if others := sorted(_OTHER_PLACES.intersection(storage_options or ())):
+        raise OptionError(
+            f"storage_options contains {listing(others)}, which names another place than {url!r}; pass only options of "
+            f"the protocol {scheme!r}."
+        )
+    return scheme
+
+
 def check_file(path: str | os.PathLike[str]) -> None:
     """Raise an error if the file does not exist; the message suggests the most similar name in the same folder."""
     if Path(path).is_dir():
         raise DataError(f"{str(path)!r} is a folder; pass the path of an h5ad file.")
     if not Path(path).exists():
         raise MissingFileError(f"the file {str(path)!r} does not exist{similar_file(Path(path))}")
+    check_regular(path)
 
 
 def similar_file(path: Path) -> str:
@@ -41,23 +68,31 @@ def similar_file(path: Path) -> str:
     return f"; did you mean {others[near[0]]!r}?" if near else "."
 
 
-def partial_path(path: str | os.PathLike[str]) -> Path:
-    """Return the folder next to `path` in which a store is written."""
+def is_unfinished(path: str | os.PathLike[str]) -> bool:
+    """Return whether a store does not exist, but is being written, or was when a process was killed."""
     path = Path(path)
-    return path.with_name(f".{path.name}.partial")
+    return not path.exists() and bool(working_folders(path.parent, f".{path.name}"))
 
 
 def check_exists(place: str | os.PathLike[str]) -> None:
-    """Raise a MissingFileError if a local file or folder does not exist, nor a store that is still being written.
+    """Raise an error if a local file or folder does not exist, nor a store that is still being written.
 
-    URLs and patterns pass.
+    Patterns and URLs pass, except a URL that scforge does not open.
     """
     name = os.fspath(place)
-    if is_url(name) or any(mark in name for mark in "*?["):
+    if is_url(name):
+        check_url(name)
         return
-    put_back(name)
-    if not Path(name).exists() and not partial_path(name).exists():
+    if any(mark in name for mark in "*?["):
+        return
+    if not Path(name).exists() and not is_unfinished(name):
+        if left := left_by_swap(Path(name)):
+            raise MissingFileError(
+                f"the file {name!r} does not exist, because a process was killed while replacing it; rename "
+                f"{str(left[0])!r} to restore the earlier one."
+            )
         raise MissingFileError(f"the file {name!r} does not exist{similar_file(Path(name))}")
+    check_regular(name)
 
 
 STORE_KEY = "scforge"
@@ -83,7 +118,6 @@ def check_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
         raise OptionError(f"path={name!r} is a URL; convert to a local folder, and then upload the store.")
     target = Path(name).resolve()
     check_folder("path", target)
-    put_back(target)
     if target.suffix in _FILES and not target.is_dir():
         raise OptionError(f"path={name!r} has a file extension, but a store is a folder; choose e.g. 'store.zarr'.")
     if target.exists():
@@ -92,4 +126,9 @@ def check_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
         if not overwrite:
             how = spelled("overwrite=True", "--overwrite")
             raise OptionError(f"path={str(target)!r} exists; pass {how} or choose another name.")
+        if others := others_in_store(target):
+            raise OptionError(
+                f"path={str(target)!r} contains {listing(others)}, which scforge did not write; move it, or choose "
+                "another name."
+            )
     return target

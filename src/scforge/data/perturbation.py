@@ -75,10 +75,11 @@ def parse_perturbations(obs: pd.DataFrame, keys: PerturbationKeys) -> list[tuple
     >>> parse_perturbations(obs, PerturbationKeys("gene", control="ctrl"))
     [('KLF1',), (), ('BAK1', 'KLF1')]
     """
-    import pandas as pd
+    from scforge._columns import texts_of
 
     check_known("perturbation", keys.perturbation, obs.columns, "obs")
-    codes, labels = pd.factorize(obs[keys.perturbation])
+    texts = texts_of(obs[keys.perturbation], key=keys.perturbation, argument="perturbation")
+    codes, labels = texts.codes, texts.categories
     if len(missing := np.flatnonzero(codes < 0)):
         raise DataError(
             f"obs[{keys.perturbation!r}] is missing for {len(missing)} of {len(codes)} cells; label these cells, or "

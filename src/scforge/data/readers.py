@@ -28,7 +28,8 @@ from scipy import sparse
 from zarr import storage
 
 from scforge._checks import check_known
-from scforge._io import new_h5, put_back
+from scforge._io import new_h5
+from scforge._opening import check_folder_files, check_h5, check_regular
 from scforge.data.checks import (
     REPAIR,
     boundary_problem,
@@ -39,7 +40,7 @@ from scforge.data.checks import (
     row_sums,
     value_problem,
 )
-from scforge.data.paths import check_file, is_url
+from scforge.data.paths import check_file, check_url, is_url
 from scforge.errors import (
     SECRET,
     DataError,
@@ -171,9 +172,10 @@ def remote_file_system(
 
     if f"://{SECRET}@" in url or f"?{SECRET}" in url or f"'{SECRET}'" in repr(storage_options):
         raise OptionError(f"{url!r} requires a credential, which scforge does not save to files; enter it again.")
+    scheme = check_url(url, storage_options)
     with reading(repr(url)):
         try:
-            options = _with_limits(url.partition("://")[0], dict(storage_options or {}))
+            options = _with_limits(scheme, dict(storage_options or {}))
             found = url_to_fs(url, **options, asynchronous=asynchronous)
         except ImportError as error:
             raise OptionError(
@@ -189,7 +191,7 @@ def remote_file_system(
 
 def _with_limits(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
     """Add timeouts and a limit on the client's own retries to `options`, unless the user has set them."""
-    if scheme in ("s3", "s3a"):
+    if scheme == "s3":
         limits = {"connect_timeout": _CONNECT_S, "read_timeout": _READ_S, "retries": {"total_max_attempts": 1}}
         options["config_kwargs"] = {**limits, **options.get("config_kwargs", {})}
     elif scheme in ("http", "https"):
@@ -258,6 +260,34 @@ _CODECS = {
 
 _MAY_NAME_CODECS = ("zarr.json", ".zarray", ".zmetadata")
 
+_NEEDED = re.compile(
+    r"(?:^|/)(?:(?:X|layers/[^/]+)/(?:data|indices|indptr)|(?:obs|var)/_?index(?:/values)?)/(?:c/)?\d+$"
+)
+"""Pattern of the chunks of sparse counts and of names. None consists of zeros or empty names, so that none is left out
+when an array is written."""
+
+_CHUNK = re.compile(r"(?:^|/)c(?:/\d+)*$")
+"""Pattern of the chunks of a zarr v3 array."""
+
+CHECKSUM = "scforge_sha256"
+"""Root attribute with the checksum of all metadata in the ``zarr.json`` of a store."""
+
+
+def metadata_checksum(document: Mapping[str, Any]) -> str:
+    """Return the SHA-256 hash of the content of a ``zarr.json``, without the attribute that holds it."""
+    kept = {name: value for name, value in document["attributes"].items() if name != CHECKSUM}
+    return hashlib.sha256(json.dumps({**document, "attributes": kept}, sort_keys=True).encode()).hexdigest()
+
+
+def check_metadata(document: Any, place: str) -> None:
+    """Raise a DataError if the content of a ``zarr.json`` does not match the checksum in it, if there is one."""
+    attributes = document.get("attributes") if isinstance(document, dict) else None
+    if isinstance(attributes, dict) and CHECKSUM in attributes and attributes[CHECKSUM] != metadata_checksum(document):
+        raise DataError(
+            f"{place} is corrupted: its zarr.json does not match its checksum; copy the store again, or convert the "
+            "data again."
+        )
+
 
 def open_group(
     place: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, *, mode: Any = "r"
@@ -276,12 +306,26 @@ def open_group(
     else:
         store = LocalStore(name, read_only=mode == "r")
     with reading(repr(name), how="as a zarr folder"):
+        if mode == "r" and not is_url(name):
+            check_folder_files(name)  # what decodes chunks opens them itself
         return zarr.open_group(store, mode=mode)
 
 
 # zarrs reads from a store of this name itself, which is much faster.
 class LocalStore(storage.LocalStore):
-    """A zarr folder that accepts only safe codecs."""
+    """A zarr folder that accepts only safe codecs, and in which no chunk of counts or names may be missing.
+
+    Attributes
+    ----------
+    is_complete
+        Whether no chunk of any other array may be missing either.
+    """
+
+    is_complete = False
+
+    def place(self, key: str) -> str:
+        """Return the path of `key` for messages."""
+        return repr(str(self.root / key))
 
     async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
         """Return the bytes of `key`."""
@@ -293,40 +337,51 @@ class LocalStore(storage.LocalStore):
 
 
 class RemoteStore(storage.FsspecStore):
-    """A remote zarr store with retries that accepts only safe codecs."""
+    """A remote zarr store with retries that accepts only safe codecs; for missing chunks, see :class:`LocalStore`."""
 
-    def _name(self, key: str = "") -> str:
+    is_complete = False
+
+    def place(self, key: str = "") -> str:
+        """Return the URL of `key` for messages."""
         return repr(self.fs.unstrip_protocol(f"{self.path}/{key}".rstrip("/")))
 
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
         """Return the bytes of `key`."""
         get = super().get
-        return _checked(self, key, await ask_again(lambda: get(key, prototype, byte_range), self._name(key)))
+        return _checked(self, key, await ask_again(lambda: get(key, prototype, byte_range), self.place(key)))
 
     async def get_partial_values(self, prototype: Any, key_ranges: Iterable[Any]) -> Any:
         """Return the bytes of several keys."""
         ranges, get = list(key_ranges), super().get_partial_values
-        return await ask_again(lambda: get(prototype, ranges), self._name())
+        contents = await ask_again(lambda: get(prototype, ranges), self.place())
+        return [_checked(self, key, content) for (key, _), content in zip(ranges, contents, strict=True)]
 
     async def exists(self, key: str) -> bool:
         """Return whether `key` exists."""
         exists = super().exists
-        return await ask_again(lambda: exists(key), self._name(key))
+        return await ask_again(lambda: exists(key), self.place(key))
 
     async def set(self, key: str, value: Any, byte_range: Any = None) -> None:
         """Write `key` as a whole, so that an interrupted attempt leaves nothing behind."""
         write = super().set
-        await ask_again(lambda: write(key, value, byte_range), self._name(key))
+        await ask_again(lambda: write(key, value, byte_range), self.place(key))
 
 
 def _checked(store: Any, key: str, content: Any) -> Any:
-    """Return the content of `key`. Raises a DataError if it is metadata that names an unsafe codec."""
-    if content is None or key.rpartition("/")[2] not in _MAY_NAME_CODECS:
+    """Return the content of `key`. Raises a DataError if a chunk is missing, or metadata are corrupted or unsafe."""
+    if content is None:
+        # For zarr, a missing chunk is one of zeros.
+        if store.read_only and (_NEEDED.search(key) or (store.is_complete and _CHUNK.search(key))):
+            raise missing_chunk(store, key)
+        return None
+    if key.rpartition("/")[2] not in _MAY_NAME_CODECS:
         return content
     try:
         described = json.loads(content.to_bytes())
     except (ValueError, RecursionError):
         return content  # zarr cannot read it either, and raises
+    if key == "zarr.json":
+        check_metadata(described, store.place(""))
     for codec in _codecs(described):
         if codec.removeprefix("numcodecs.") not in _CODECS:
             raise DataError(
@@ -334,6 +389,11 @@ def _checked(store: Any, key: str, content: Any) -> Any:
                 "with anndata."
             )
     return content
+
+
+def missing_chunk(store: LocalStore | RemoteStore, key: str) -> DataError:
+    """Return the error for a chunk that does not exist."""
+    return DataError(f"{store.place(key)} is missing; copy the data again, or write them again.")
 
 
 def _codecs(node: Any) -> Iterator[str]:
@@ -696,10 +756,17 @@ class StoredAdata:
         from anndata.io import read_elem
 
         with reading(f"the {what} ({name}) of {self.path!r}", fix=_AGAIN):
+            self._check(name)
             table = read_elem(self.file[name])
         if not isinstance(table, pd.DataFrame):
             raise DataError(f"{name} of {self.path!r} is not a {what}; write the file again with anndata.")
         return table
+
+    def _check(self, name: str) -> None:
+        """Raise a DataError if a part of an HDF5 file lies in another file."""
+        if isinstance(self.file, h5py.Group):
+            whole, part = (self.file, name) if self.whole is None else (self.whole, f"mod/{self.modality}/{name}")
+            check_h5(whole, self.path, part)
 
     @property
     def layers(self) -> list[str]:
@@ -721,6 +788,7 @@ class StoredAdata:
             raw = ", or the result of adata.raw.to_adata()" if self.has("raw/X") else ""
             raise DataError(f"{self.path!r} has no {name}; pass a layer (available: {listing(self.layers)}){raw}.")
         with reading(f"{name!r} of {self.path!r}"):
+            self._check(name)
             matrix = Matrix.of(self.file[name], self.path)
         n_cells, n_genes = matrix.shape
         if n_genes != len(self.var) or not n_cells or not n_genes:
@@ -967,11 +1035,15 @@ def root_attributes(place: str, options: Mapping[str, Any] | None = None) -> dic
     if is_url(place) and Path(without_query(place)).suffix in _FILES:
         return None
     system, path = file_system(place, options)
-    if not is_url(place):
-        put_back(place)
     with reading(repr(place), how="as a zarr folder"):
         name = f"{path}/zarr.json"
-        return dict(json.loads(system.cat_file(name)).get("attributes", {})) if system.exists(name) else None
+        if not is_url(place):
+            check_regular(name)
+        if not system.exists(name):
+            return None
+        document = json.loads(system.cat_file(name))
+        check_metadata(document, repr(place))
+        return dict(document.get("attributes", {}))
 
 
 def is_collection(place: str, options: Mapping[str, Any] | None = None) -> bool:
@@ -1127,7 +1199,6 @@ def _place(place: str, modality: str | None, options: Mapping[str, Any] | None) 
     """Return the location of a path or URL after checking that it can be opened."""
     path = Path(place)
     if not is_url(place):
-        put_back(path)
         if not path.is_dir():
             check_file(path)
         elif not any((path / name).exists() for name in _ZARR_METADATA):

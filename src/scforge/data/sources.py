@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import h5py
 import numpy as np
-from filelock import FileLock
 from scipy import sparse
 
 from scforge._checks import check_count
-from scforge._io import put_back
+from scforge._io import locked
+from scforge._opening import check_h5
 from scforge.data.cells import Cells, CellSource
 from scforge.data.checks import (
     REPAIR,
@@ -45,7 +46,7 @@ from scforge.data.genes import (
     warn_counts_outside,
     warn_empty,
 )
-from scforge.data.paths import check_file, is_url, partial_path
+from scforge.data.paths import check_file, is_unfinished, is_url
 from scforge.data.readers import (
     AdataStream,
     Location,
@@ -176,8 +177,7 @@ def convert_once(
     path.parent.mkdir(parents=True, exist_ok=True)
     # Of several processes the first converts, and the others wait for it. Nobody converts into a read-only folder.
     may_write = os.access(path.parent, os.W_OK)
-    with FileLock(path.with_name(f".{path.name}.lock")) if may_write else contextlib.nullcontext():
-        put_back(path)
+    with locked(path.with_name(f".{path.name}.lock")) if may_write else contextlib.nullcontext():
         if path.exists():
             if _is_fresh(path, streams, options):
                 return path
@@ -334,7 +334,7 @@ def _store(source: Any, options: Mapping[str, Any] | None) -> str | None:
     if not isinstance(source, str | os.PathLike):
         return None
     place = os.fspath(source)
-    unfinished = not is_url(place) and not Path(place).exists() and partial_path(place).exists()
+    unfinished = not is_url(place) and is_unfinished(place)
     return place if unfinished or is_collection(place, options) else None
 
 
@@ -435,6 +435,8 @@ def _read_one(path: Path) -> AnnData:
     with reading(repr(str(path)), how="as an h5ad file"), warnings.catch_warnings():
         # What it advises, to number them, would hide which columns mean one gene; scforge sums those.
         warnings.filterwarnings("ignore", message="Variable names are not unique")
+        with h5py.File(path, "r") as file:
+            check_h5(file, str(path))
         adata = anndata.read_h5ad(path)
     check_adata(adata, argument=repr(str(path)))
     matrices = {"X": adata.X, **{f"layers[{key!r}]": layer for key, layer in adata.layers.items() if key is not None}}

@@ -96,12 +96,15 @@ def _codes(groups: Any, n_cells: int, rows: np.ndarray | None) -> tuple[np.ndarr
 
     if len(groups) != n_cells:
         raise OptionError(f"groups has {len(groups)} values for {n_cells} cells; pass one value per cell.")
+    from scforge._columns import texts_of
+
     values = pd.Series(groups)
-    codes, names = pd.factorize(values if rows is None else values.iloc[rows])
+    texts = texts_of(values, key="split_by", argument="groups")
+    codes, names = pd.factorize(texts if rows is None else texts[rows])
     without = codes < 0
-    if getattr(values.dtype, "kind", "O") in "iu":
+    if isinstance(groups, np.ndarray) and groups.dtype.kind in "iu":
         # Codes of a categorical: -1 stands for a missing value.
-        without |= np.asarray(names)[codes] < 0
+        without |= (groups if rows is None else groups[rows]) < 0
     if without.any():
         first = np.flatnonzero(without)[0] if rows is None else rows[without][0]
         raise DataError(

@@ -12,6 +12,7 @@ import pandas as pd
 from scipy import sparse
 
 from scforge._checks import check_count
+from scforge._columns import texts_of
 from scforge._constants import TARGET_SUM
 from scforge.data.cells import CellBlock, CellSource, StreamingMedians
 from scforge.data.checks import check_obs_column, counts_of, gene_names, names_place, row_sums
@@ -98,7 +99,7 @@ def select_genes(
     if len(keep_genes):
         there = GeneVocab.from_genes([str(gene) for gene in genes]) if within is None else within.subset(genes)
         kept = kept_genes(keep_genes, there, "adata" if within is None else f"both adata and {within.release!r}")
-    batches = None if batch_key is None else adata.obs[batch_key]
+    batches = None if batch_key is None else texts_of(adata.obs[batch_key], key=batch_key, argument="batch_key")
     chosen = _chosen(counts, totals, min_cells, n_top_genes, batches, kept)
     if within is None:
         return GeneVocab.from_genes([str(gene) for gene in genes[chosen]])
@@ -114,7 +115,7 @@ def variable_genes(
     """
     assert cells.vocab is not None
     kept = kept_genes(keep_genes, cells.vocab, "the cells")
-    batches = None if batch_key is None else cells.column(batch_key)
+    batches = None if batch_key is None else texts_of(cells.column(batch_key), key=batch_key, argument="batch_key")
     return _part_of(cells.vocab, _chosen(cells.counts, cells.totals, 3, n_top_genes, batches, kept))
 
 

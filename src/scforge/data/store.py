@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import threading
@@ -21,21 +22,22 @@ from pandas.api.types import union_categoricals
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 from scipy import sparse
+from zarr.codecs import Crc32cCodec, ZstdCodec
 
-from scforge._io import put_back
 from scforge.data.cells import CellBlock, CellSource, choose_chunks, column_of
 from scforge.data.checks import (
     boundary_problem,
     canonical,
     index_problem,
     pick_genes,
+    row_checksums,
     row_sums,
     unsound_row,
     value_problem,
 )
 from scforge.data.genes import MIN_OVERLAP, GeneMap, map_names, warn_counts_outside, warn_empty
-from scforge.data.paths import STORE_KEY, holds_store, is_url, partial_path
-from scforge.data.readers import file_system, open_group, reading, root_attributes
+from scforge.data.paths import STORE_KEY, holds_store, is_unfinished, is_url
+from scforge.data.readers import CHECKSUM, file_system, metadata_checksum, open_group, reading, root_attributes
 from scforge.data.sampling import Window
 from scforge.data.vocab import GeneVocab, open_vocab
 from scforge.errors import (
@@ -64,6 +66,13 @@ OWN_COLUMNS = (TOTAL, SOURCE)
 
 DATASET = "dataset_{}"
 """Name pattern of the groups that contain cells."""
+
+_CHECKSUMS = "checksums"
+"""Array in the group ``"scforge"`` with a checksum of each cell, see :func:`scforge.data.checks.row_checksums`. Readers
+unpack parts of a chunk without comparing the checksum of the chunk."""
+
+CHECKED = (ZstdCodec(), Crc32cCodec())
+"""Codecs of all arrays of a store, except those of the counts, that compress and add a checksum."""
 
 _FORMAT = 1
 """Format version of the attribute ``"scforge"``."""
@@ -169,14 +178,12 @@ def may_be_store(path: str | os.PathLike[str]) -> bool:
     """Return whether `path` is a folder, a URL, or a store that is being written, i.e. anything but a file."""
     if is_url(path):
         return True
-    put_back(path)
-    return Path(path).is_dir() or (not Path(path).exists() and partial_path(path).exists())
+    return Path(path).is_dir() or is_unfinished(path)
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:
     """Return whether a path or URL is a complete scforge store; False if it does not exist."""
     if not is_url(path):
-        put_back(path)
         return holds_store(Path(path))
     try:
         return isinstance(_attributes(path).get(STORE_KEY), dict)
@@ -195,8 +202,7 @@ def _attributes(path: str | os.PathLike[str], storage_options: Mapping[str, Any]
         return {"encoding-type": "anndata"} if system.exists(f"{root}/.zattrs") else {}
     if system.exists(root):
         raise DataError(f"{name!r} is a file, but a store is a folder; create one with scforge convert FILE -o STORE.")
-    folder, _, last = root.rpartition("/")
-    if system.exists(f"{folder}/.{last}.partial"):
+    if not is_url(name) and is_unfinished(name):
         raise DataError(f"{name!r} is incomplete; run the same scforge convert command again.")
     raise MissingFileError(f"the store {name!r} does not exist.")
 
@@ -220,6 +226,14 @@ def read_vocab(group: Any) -> GeneVocab:
         raise DataError(f"the vocabulary of the store {str(group.store_path)!r} is corrupted; {_AGAIN}.") from error
 
 
+def _opened(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> tuple[Any, bool]:
+    """Open the root group of a store, and return whether it has a checksum of each cell; those of 0.1.0 have none."""
+    group: Any = open_group(path, storage_options)
+    with reading(repr(os.fspath(path)), how="as a store", fix=_AGAIN):
+        group.store.is_complete = f"{STORE_KEY}/{_CHECKSUMS}" in group
+    return group, group.store.is_complete
+
+
 def read_measured(group: Any) -> np.ndarray:
     """Return a mask of the vocabulary genes in each source, bool, shape (n_sources, n_genes)."""
     return _part(group, "measured").astype(bool)
@@ -231,17 +245,29 @@ def _part(group: Any, name: str) -> np.ndarray:
         return np.asarray(group[key][...])
 
 
-def write_root(folder: Path, info: StoreInfo, vocab: GeneVocab, measured: np.ndarray) -> None:
-    """Write the metadata of a store, and consolidate the zarr metadata."""
+def write_root(
+    folder: Path, info: StoreInfo, vocab: GeneVocab, measured: np.ndarray, checksums: Sequence[np.ndarray]
+) -> None:
+    """Write the metadata of a store and the checksums of the cells of each dataset, and consolidate the metadata."""
     root = zarr.open_group(folder, mode="a", zarr_format=3)
     part = root.create_group(STORE_KEY, overwrite=True)
-    part.create_array("vocab", data=np.frombuffer(vocab.to_json().encode(), dtype=np.uint8))
-    part.create_array("measured", data=measured)
+    parts = {
+        "vocab": np.frombuffer(vocab.to_json().encode(), dtype=np.uint8),
+        "measured": measured,
+        _CHECKSUMS: np.concatenate(checksums),
+    }
+    with zarr.config.set({"array.write_empty_chunks": True}):
+        for name, values in parts.items():
+            part.create_array(name, data=values, compressors=CHECKED)
     # A collection of annbatch as well.
     root.attrs.put({**_ENCODING, STORE_KEY: {"format": _FORMAT, **asdict(info)}})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
         zarr.consolidate_metadata(root.store)
+    file = folder / "zarr.json"
+    document = json.loads(file.read_text(encoding="utf-8"))
+    document["attributes"][CHECKSUM] = metadata_checksum(document)
+    file.write_text(json.dumps(document, indent=2), encoding="utf-8")
 
 
 _STEP = 2**22
@@ -272,7 +298,7 @@ def content_hash(vocab_hash: str, datasets: Iterable[str]) -> str:
     return hashlib.sha256("".join([vocab_hash, *datasets]).encode()).hexdigest()
 
 
-_SETTINGS: dict[str, Any] = {**CODECS, "threading.max_workers": max(1, (os.cpu_count() or 1) // 2)}
+_SETTINGS: dict[str, Any] = {"threading.max_workers": max(1, (os.cpu_count() or 1) // 2)}
 """Zarr settings: half of the cores decompress, and the other cores are left for tokenization."""
 
 
@@ -293,6 +319,10 @@ class _Store:
         The selected columns of obs, N numbered rows.
     totals
         Total counts of each cell over all genes of the data, as integers if possible, shape (N,); None if not stored.
+    checksums
+        Checksum of each cell, uint32, shape (N,); None if not stored.
+    content_hash
+        Hash of the content, see :class:`StoreInfo`; None if not stored.
     is_own
         Whether scforge has written the store.
     """
@@ -303,20 +333,26 @@ class _Store:
         self.place = os.fspath(path)
         if not is_url(path) and not Path(path, "zarr.json").is_file():
             StoreInfo.read(path)  # raises an error that describes the folder
-        group: Any = open_group(path, storage_options)
+        group, has_checksums = _opened(path, storage_options)
         self.is_own = STORE_KEY in group.attrs or group.attrs.get("encoding-type") != _ENCODING["encoding-type"]
         info = StoreInfo._of(group.attrs, repr(self.place)) if self.is_own else None
+        self.checksums = _part(group, _CHECKSUMS) if has_checksums and info is not None else None
         self._datasets = self._found_datasets(group)
         self._matrices, lengths = zip(*map(self._matrix, self._datasets), strict=True)
         self.lengths = np.concatenate(lengths)
         self.totals: np.ndarray | None = None
         self.n_sources = 1 if info is None else len(info.sources)
+        self.content_hash: str | None = None
         if info is not None:
             self._check_datasets(info)
             self._set_genes(group, info)
+            self._has_all_counts, self.content_hash = info.counts_kept == 1.0, info.content_hash
             self.totals = np.concatenate([_fitting(self._read(one, "obs", TOTAL)) for one in self._datasets])
-            if not self.totals.all():  # missing chunks come as zeros
+            if not self.totals.all():  # in a store of an earlier version, missing chunks come as zeros
                 raise self._damaged(f"the column {TOTAL} of its cells contains zeros")
+            for name, values in {TOTAL: self.totals, _CHECKSUMS: self.checksums}.items():
+                if values is not None and values.shape != (len(self),):
+                    raise self._damaged(f"{name} has the wrong length")
             self.counts_kept, self.chunk_size, self.shuffled = info.counts_kept, info.chunk_size, info.shuffled
         else:
             self._set_foreign_genes()
@@ -439,10 +475,10 @@ class _Store:
 
     def _loaded(self, windows: Iterator[Window]) -> Iterator[sparse.csr_matrix]:
         # Only here, because annbatch imports torch, which an inspection does without.
-        from scforge.data.windows import window_loader
+        from scforge.data.windows import PIPELINE, window_loader
 
         # The first step of a pass takes the windows, and opens the arrays.
-        with self._begins, zarr.config.set(_SETTINGS):
+        with self._begins, zarr.config.set({**_SETTINGS, "codec_pipeline.path": PIPELINE}):
             self._windows = self._windows or window_loader(self._matrices)
             sampler, loader = self._windows
             sampler.windows = windows
@@ -455,20 +491,32 @@ class _Store:
                 yield batch["X"]
 
     def _cleaned(self, rows: np.ndarray, counts: sparse.csr_matrix) -> sparse.csr_matrix:
-        """Return sorted counts without zeros. Raises a DataError if counts of an scforge store are not already so."""
+        """Return sorted counts without zeros. Raises a DataError if counts have changed, as far as this is known."""
+        if self.checksums is not None:
+            assert self.totals is not None
+            found = row_checksums(counts.indptr, counts.indices, counts.data, self.totals[rows])
+            if (wrong := found != self.checksums[rows]).any():
+                raise self._changed(rows[wrong.argmax()])
+            return counts
         if counts.dtype.kind != "u" and (problem := value_problem(counts.data)):
             raise DataError(f"{self.place!r} {problem}, but raw counts are needed; convert raw counts.")
+        if (wrong := np.diff(counts.indptr) != self.lengths[rows]).any():
+            raise self._changed(rows[wrong.argmax()])
         row = unsound_row(counts)
-        if row < 0:
-            return counts
-        problem = index_problem(counts.indices, len(self.genes))
-        if self.is_own:
-            problem = problem or "its counts have changed since they were written"
-        elif problem is None and not row_sums(counts)[row]:
-            problem = "it contains no counts"  # missing chunks come as zeros
-        if problem is not None:
-            raise self._damaged(f"cell {rows[row]}: {problem}")
-        return canonical(counts)
+        if row >= 0:
+            if problem := index_problem(counts.indices, len(self.genes)):
+                raise self._damaged(f"cell {rows[row]}: {problem}")
+            if self.is_own:
+                raise self._changed(rows[row])
+            return canonical(counts)
+        if self.totals is not None:
+            sums, totals = row_sums(counts), self.totals[rows]
+            if (wrong := (sums != totals) if self._has_all_counts else (sums > totals)).any():
+                raise self._changed(rows[wrong.argmax()])
+        return counts
+
+    def _changed(self, row: int) -> DataError:
+        return self._damaged(f"cell {row}: its counts have changed since they were written")
 
 
 def _fitting(values: np.ndarray) -> np.ndarray:
@@ -641,6 +689,15 @@ class StoreCells:
         """
         return column_of(self.obs, key)
 
+    def counts_digest(self) -> str | None:
+        """Return a hash of the counts and totals of all cells, in their order; None for collections of others.
+
+        No counts are read: the checksums of the cells are hashed, which are compared whenever a cell is read, or, for
+        a store of scforge 0.1.0, the hash in its description is returned.
+        """
+        sums = self._store.checksums
+        return self._store.content_hash if sums is None else hashlib.blake2b(sums.data, digest_size=16).hexdigest()
+
     def names(self) -> np.ndarray:
         """Read the cell names from the store, str, shape (N,)."""
         return self._store.names()
@@ -719,6 +776,9 @@ class StoreInspection:
         Whether each source is unchanged, see :func:`inspect_store`.
     verified
         Whether the entire store was read and has not changed since it was written.
+    checksums
+        Whether each cell, each column and the metadata have checksums, which are compared whenever they are read. A
+        store of scforge 0.1.0 has checksums of the counts only, which are not compared for parts of a chunk.
     """
 
     path: str
@@ -728,6 +788,7 @@ class StoreInspection:
     n_bytes: int
     sources: dict[str, str]
     verified: bool
+    checksums: bool = True
 
     def __str__(self) -> str:
         info = self.info
@@ -744,6 +805,7 @@ class StoreInspection:
             "written": f"{info.created} by scforge {info.scforge_version}",
             "options": options,
             "content hash": f"{info.content_hash} ({'verified' if self.verified else '--verify checks it'})",
+            "checksums": _COMPLETE if self.checksums else _INCOMPLETE,
         }
         lines = [f"{name:<25}{value}" for name, value in rows.items()]
         for source in info.sources:
@@ -752,6 +814,10 @@ class StoreInspection:
                 f"{source['counts_kept']:.1%} of its counts; {self.sources[source['name']]}"
             )
         return "\n".join(lines)
+
+
+_COMPLETE = "of each cell, each column and the metadata"
+_INCOMPLETE = "lacking for cells, columns and the metadata; only --verify finds all damage, or convert the data again"
 
 
 def inspect_store(
@@ -791,7 +857,7 @@ def inspect_store(
     """
     name = os.fspath(path)
     info = StoreInfo.read(path, storage_options)
-    group: Any = open_group(path, storage_options)
+    group, has_checksums = _opened(path, storage_options)
     with reading(f"the store {name!r}", fix=_AGAIN):
         if verify:
             _verify(group, info, name)
@@ -804,6 +870,7 @@ def inspect_store(
             n_bytes=int(system.du(root)),
             sources={source["name"]: _state(source) for source in info.sources},
             verified=verify,
+            checksums=has_checksums and CHECKSUM in group.attrs,
         )
 
 

@@ -316,15 +316,22 @@ class GeneVocab:
             raise ModelFileError(f"{name!r} is corrupted: its genes do not match the stored hash; copy it again.")
         return vocab
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the vocabulary to a JSON file, atomically.
 
         Parameters
         ----------
         path
             File to write. It contains a hash of the vocabulary, which :meth:`from_file` checks.
+        overwrite
+            Whether to replace an existing file.
+
+        Raises
+        ------
+        OptionError
+            If the file exists and `overwrite` is False.
         """
-        atomic_write_text(path, self.to_json())
+        atomic_write_text(path, self.to_json(), overwrite=overwrite)
 
     def to_json(self) -> str:
         """Return the vocabulary as JSON text, i.e. the content of its file."""

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from annbatch import Loader
 from annbatch.abc import Sampler
+from zarr.registry import register_pipeline
+from zarrs import ZarrsCodecPipeline
 
+from scforge.data.readers import LocalStore, missing_chunk
 from scforge.data.sampling import Window
 from scforge.errors import OptionError
 
@@ -17,6 +20,27 @@ if TYPE_CHECKING:
 
 _GAP = 32
 """Maximum number of unrequested cells between requested cells that are read, instead of splitting the read."""
+
+
+class WholePipeline(ZarrsCodecPipeline):
+    """The codecs of zarrs, which takes a missing file for zeros, with an error for missing files."""
+
+    # zarrs returns nothing either, and zarr ignores it.
+    async def read(  # type: ignore[override]
+        self, batch_info: Iterable[Any], out: Any, drop_axes: tuple[int, ...] = ()
+    ) -> None:
+        """Read chunks into `out`."""
+        chunks = list(batch_info)
+        await super().read(chunks, out, drop_axes)
+        # Afterwards, because a file that was there before may not have been there in between.
+        for place, *_ in chunks:
+            if isinstance(place.store, LocalStore) and not (place.store.root / place.path).exists():
+                raise missing_chunk(place.store, place.path)
+
+
+register_pipeline(WholePipeline)
+PIPELINE = f"{__name__}.{WholePipeline.__name__}"
+"""Name of the pipeline in the settings of zarr."""
 
 
 class WindowSampler(Sampler):

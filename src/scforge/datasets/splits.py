@@ -232,7 +232,7 @@ def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Spli
     return make_split(card, adata, version=version)
 
 
-def write_split(split: Split, path: str | os.PathLike[str]) -> None:
+def write_split(split: Split, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Write a split as gzipped CSV with the columns ``cell`` and ``part``, for :func:`read_split`.
 
     Parameters
@@ -241,6 +241,13 @@ def write_split(split: Split, path: str | os.PathLike[str]) -> None:
         The split.
     path
         File to write.
+    overwrite
+        Whether to replace an existing file.
+
+    Raises
+    ------
+    OptionError
+        If the file exists and `overwrite` is False.
 
     Examples
     --------
@@ -255,7 +262,7 @@ def write_split(split: Split, path: str | os.PathLike[str]) -> None:
     rows = sorted((cell, part) for part in (*PARTS, LEFT_OUT) for cell in getattr(split, part))
     text = pd.DataFrame(rows, columns=["cell", "part"]).to_csv(index=False, lineterminator="\n")
     # Without the time, so that the same split is the same file.
-    atomic_write_bytes(path, gzip.compress(text.encode(), mtime=0))
+    atomic_write_bytes(path, gzip.compress(text.encode(), mtime=0), overwrite=overwrite)
 
 
 def read_split(path: str | os.PathLike[str], *, name: str | None = None, version: int = 1) -> Split:

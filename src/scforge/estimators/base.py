@@ -24,6 +24,7 @@ from scvi.data._constants import _MANAGER_UUID_KEY, _SCVI_UUID_KEY
 from scvi.model.base import BaseModelClass
 from scvi.model.base._base_model import BaseModelMetaClass
 
+from scforge._checks import check_key
 from scforge._constants import AUTO_KEY, OBSM_KEY, QUERY_KEY, UNS_KEY
 from scforge._registry import check_options
 from scforge._version import __version__
@@ -194,6 +195,13 @@ class CellModel(BaseModelClass, metaclass=_Front):
         _Absent("scforge models do not define the count likelihood that it requires; use model.history for the losses")
         for _ in range(3)
     )
+    convert_legacy_save = _Absent(
+        "scvi-tools stores such folders as pickles, which can run code and are never opened; save the model with "
+        "model.save"
+    )
+    setup_annbatch = _Absent(
+        "convert the files with scforge.data.convert, and pass scforge.training.CellDataModule(store) as datamodule"
+    )
     minify_adata = _Absent(
         "call scforge.workflows.embed_to(model, adata, output, counts=False) for a file without genes and counts"
     )
@@ -344,6 +352,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         >>> adata.uns["scforge"]["X_scforge"]["architecture"]
         'gene_pooling'
         """
+        check_key("key_added", key_added)
         known = ("adata", "key_added", "batch_size", "indices")
         check_options("argument", "get_latent_representation", of_others, known, _OF_POSTERIOR)
         source = self._ready(adata, "its embedding is")
@@ -396,11 +405,23 @@ class CellModel(BaseModelClass, metaclass=_Front):
         """Device of the weights."""
         return next(self.module.parameters()).device
 
-    def _move_to(self, device: str | torch.device) -> None:
+    def to_device(self, device: str | torch.device | int) -> None:
+        """Move the model to a device.
+
+        Parameters
+        ----------
+        device
+            Name of the device, e.g. ``"cuda:0"`` or ``"cpu"``.
+
+        Raises
+        ------
+        OptionError
+            If the device is not available.
+        """
         try:
-            self.to_device(device)
+            super().to_device(device)
         except (AssertionError, RuntimeError, TypeError) as error:
-            raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error)}.") from error
+            raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error).rstrip('.')}.") from error
 
     @property
     def vocab(self) -> GeneVocab:
@@ -545,8 +566,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
     def _opened_once(self, adata: AnnData, layer: str | None, gene_key: str | None) -> Cells:
         """Return the cached cells of an AnnData, and reopen them if counts or genes have changed."""
-        matrix = adata.X if layer is None else adata.layers.get(layer)
-        counts = None if adata.is_view else content_mark(matrix)
+        matrix = None if adata.is_view else adata.X if layer is None else adata.layers.get(layer)
+        counts = None if matrix is None else content_mark(matrix)
         if counts is None:  # on disk, or not there
             return open_cells(adata, self._spec.vocab, layer=layer, gene_key=gene_key)
         mark = (layer, gene_key, counts, zlib.crc32(gene_names(adata, gene_key).view(np.uint8)))
@@ -759,7 +780,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
             base._landmarks, base.is_trained_, base.n_epochs_ = of_base.get(LANDMARKS), True, tuning.base["n_epochs"]
             base._opened = model._opened
             model._base = base
-        model._move_to(device)
+        model.to_device(device)
         model.is_trained_ = config["is_trained"]
         name, revision = origin_of(Path(dir_path))
         model._origin = replace(model._origin_at(dir_path), name=name, revision=revision)

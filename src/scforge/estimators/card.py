@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from scforge._text import markdown
 from scforge._version import __version__
 from scforge.errors import ModelFileError, OptionError, listing
 from scforge.estimators.spec import ModelSpec
@@ -113,10 +114,10 @@ def _wide(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def _markdown(table: pd.DataFrame) -> str:
-    lines = [f"| method | {' | '.join(map(str, table.columns))} |", f"|{'---|' * (table.shape[1] + 1)}"]
+    lines = [f"| method | {' | '.join(map(markdown, table.columns))} |", f"|{'---|' * (table.shape[1] + 1)}"]
     for name, row in zip(table.index, table.itertuples(index=False), strict=True):
-        figures = (f"{value:.4g}" if isinstance(value, float) else str(value) for value in row)
-        lines.append(f"| {name} | {' | '.join(figures)} |")
+        figures = (f"{value:.4g}" if isinstance(value, float) else markdown(value) for value in row)
+        lines.append(f"| {markdown(name)} | {' | '.join(figures)} |")
     return "\n".join(lines)
 
 
@@ -290,6 +291,7 @@ def model_card(
     card = ModelCard.from_template(
         _card_data(spec, facts, name, is_adapter=is_adapter),
         template_path=str(_TEMPLATE),
+        markdown=markdown,
         title=spec.architecture if name is None else name.rpartition("/")[2],
         version=__version__,
         losses=shown({key: value for key, value in (last_figures or {}).items() if "loss" in key}, "{:.4g}"),

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from pprint import pprint
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import numpy as np
@@ -17,11 +19,13 @@ from anndata import AnnData
 from scipy import sparse
 from sklearn.neighbors import KNeighborsClassifier
 
-from scforge._checks import check_count, check_seed, check_share
+from scforge._checks import check_count, check_key, check_seed, check_share
+from scforge._columns import UNASSIGNED, labels_of, texts_of
 from scforge._constants import AUTO_KEY, QUERY_KEY, UNS_KEY
 from scforge._io import read_settled
 from scforge._progress import announce
 from scforge._registry import check_options
+from scforge._text import printable
 from scforge.data.cells import Cells, cell_names, column_of, named_column
 from scforge.data.neighbors import n_query_clusters
 from scforge.data.vocab import FROM_DATA, GeneVocab, listed_names
@@ -59,7 +63,6 @@ from scforge.finetuning.adapters import adapters_disabled, digest_of, has_lora, 
 from scforge.finetuning.base import Evaluated, EvaluationContext, Predictor, Task
 from scforge.finetuning.heads import FineTunedModule, QueryMapping
 from scforge.finetuning.held_out import CellFingerprints, fingerprints
-from scforge.finetuning.labels import UNASSIGNED, text_labels
 from scforge.finetuning.new_cells import LabeledCells, NewCells, choose_labeled, votes_of
 from scforge.finetuning.splits import Split
 from scforge.finetuning.supervised import SupervisedTask
@@ -605,6 +608,7 @@ class Encoder(CellModel):
         >>> bool(adata.obs["scforge_cell_type"].notna().all())
         True
         """
+        check_key("key_added", key_added)
         task = self._task("predict")
         if key_added is None and self._obsm_key == QUERY_KEY:
             key_added = QUERY_KEY
@@ -708,6 +712,7 @@ class Encoder(CellModel):
         >>> table.index[0], "accuracy" in table
         ('scforge', True)
         """
+        check_key("key_added", key_added)
         if self.spec.tuning is None:
             raise OptionError(
                 "the model has no task to evaluate; call model.finetune first, or score the embedding with "
@@ -831,7 +836,7 @@ class Encoder(CellModel):
         key = next(
             (key for key in (*keys, self.spec.tuning.split.get("split_by")) if obs is not None and key in obs), None
         )
-        batches = None if key is None else pd.factorize(obs[key].iloc[rows])[0]
+        batches = None if key is None else texts_of(obs[key].iloc[rows], key=key, argument="batch_key").codes
         self._labeled = LabeledCells.calibrated(embeddings, classes[chosen], batches, in_base=base is not None)
 
     def _predictor_of_query(self, cells: Cells, batch_size: int, parts: np.ndarray | None) -> Predictor:
@@ -1167,6 +1172,7 @@ class Encoder(CellModel):
         >>> "scforge_cell_type_transferred_uncertainty" in query.obs
         True
         """
+        check_key("key_added", key_added)
         check_count("n_neighbors", n_neighbors, "cells")
         if threshold is not None:
             check_share("threshold", threshold)
@@ -1176,6 +1182,8 @@ class Encoder(CellModel):
         source = self._source(query)
         owner = reference if isinstance(reference, type(self)) else self._base if is_query else self
         labels_key = labels_key or (owner or self)._setup.get("labels_key")
+        if key_added is None:
+            check_key("labels_key", labels_key)
         if labels_key is None:
             raise OptionError(
                 "labels_key=None, but the reference was set up without labels; pass an obs column of the reference."
@@ -1190,7 +1198,7 @@ class Encoder(CellModel):
         else:
             learned = opener._source(reference)
         reference_cells = opener._open(learned)
-        labels = text_labels(reference_cells.column(labels_key), key=labels_key)
+        labels = labels_of(reference_cells.column(labels_key), key=labels_key, warns=True)
         rows = np.flatnonzero(labels.codes >= 0)
         if len(np.unique(labels.codes[rows])) < 2:
             raise DataError(f"labels_key={labels_key!r} has fewer than 2 labels in the reference; use another column.")
@@ -1280,6 +1288,7 @@ class Encoder(CellModel):
         >>> adata.varm["X_scforge_genes"].shape
         (300, 8)
         """
+        check_key("key_added", key_added)
         check_count("max_cells", max_cells, "cells")
         has_cells = adata is not None or self.adata is not None or self._data is not None
         if contextual:
@@ -1370,6 +1379,7 @@ class Encoder(CellModel):
         >>> adata.varp["scforge_attention"].shape
         (300, 300)
         """
+        check_key("key_added", key_added)
         check_count("max_cells", max_cells, "cells")
         check_count("min_cells", min_cells, "cells")
         check_count("top_k", top_k, "genes")
@@ -1445,6 +1455,7 @@ class Encoder(CellModel):
         >>> model.impute(genes=["ISG15", "TNFRSF4"]).shape
         (60, 2)
         """
+        check_key("key_added", key_added)
         source, objective = interpret.predicting(self, adata, seed)
         if not knows_zeros(objective, self.tokenizer):
             has_option = "zero_targets" in objective.option_names()
@@ -1519,6 +1530,7 @@ class Encoder(CellModel):
         >>> denoised.shape == (60, model.vocab.n_genes)
         True
         """
+        check_key("key_added", key_added)
         check_count("n_folds", n_folds, "folds", least=2)
         source, objective = interpret.predicting(self, adata, seed)
         values = predict_counted(
@@ -1649,6 +1661,7 @@ class Encoder(CellModel):
         >>> len(table)
         1
         """
+        check_key("key_added", key_added)
         check_count("max_cells", max_cells, "cells")
         if n_permutations is not None:
             check_count("n_permutations", n_permutations, "genes", least=0)
@@ -1886,7 +1899,7 @@ class Encoder(CellModel):
         Parameters
         ----------
         dir_path
-            A folder, a hub repository (``"org/name"``), or a registry model (``"scforge://name"``). See
+            A folder, a hub repository (``"hf://org/name"``), or a registry model (``"scforge://name"``). See
             :func:`scforge.hub.resolve`.
         adata
             Data to continue with. Without setup, the data are set up like the training data, except for missing obs
@@ -1930,13 +1943,13 @@ class Encoder(CellModel):
         >>> again = scforge.models.Encoder.load("light", adata)
         >>> bool((again.get_latent_representation() == model.get_latent_representation()).all())
         True
-        >>> annotator = scforge.models.Encoder.load("org/blood", adata, revision="v1")  # doctest: +SKIP
+        >>> annotator = scforge.models.Encoder.load("hf://org/blood", adata, revision="v1")  # doctest: +SKIP
         """
         if accelerator is not None:
             device = device_of(accelerator, device)
         access: dict[str, Any] = {"cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
         message = f"dir_path={os.fspath(dir_path)!r}"
-        found = read_settled(dir_path, lambda: find_model(dir_path, prefix=message, revision=revision, **access))
+        found = read_settled(dir_path, lambda _: find_model(dir_path, prefix=message, revision=revision, **access))
         return cast("Self", load_found(cls, found, message, adata, base=base, device=device, access=access))
 
     @classmethod
@@ -1945,10 +1958,10 @@ class Encoder(CellModel):
     ) -> Any:
         """Load the model in a folder."""
 
-        def read() -> Any:
-            config, vocab, weights = read_folder(folder)
-            cells = read_adata(folder, config) if adata is None else None if adata is False else adata
-            return cls._of_folder(folder, config, vocab, weights, adata=cells, device=device)
+        def read(place: Path) -> Any:
+            config, vocab, weights = read_folder(place)
+            cells = read_adata(place, config) if adata is None else None if adata is False else adata
+            return cls._of_folder(place, config, vocab, weights, adata=cells, device=device)
 
         return read_settled(folder, read)
 
@@ -1977,6 +1990,29 @@ class Encoder(CellModel):
         """
         config, _, _ = read_folder(dir_path)
         return bare_registry(config["class"], config["setup"])
+
+    @staticmethod
+    def view_setup_args(dir_path: str | os.PathLike[str]) -> None:
+        """Print the arguments of ``setup_anndata`` of a saved model, as in scvi-tools.
+
+        Parameters
+        ----------
+        dir_path
+            Folder of the model. No pickle in it is opened.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> scforge.models.Encoder(adata, hidden_dim=8).save("light", overwrite=True)
+        >>> scforge.models.Encoder.view_setup_args("light")
+        Setup via Encoder.setup_anndata with arguments:
+        {'batch_key': None, 'gene_key': None, 'labels_key': 'cell_type', 'layer': None}
+        """
+        registry = Encoder.load_registry(dir_path)
+        print(printable(f"Setup via {registry['model_name']}.setup_anndata with arguments:"))
+        pprint(registry["setup_args"])
 
     def export(
         self,
@@ -2197,7 +2233,7 @@ class Encoder(CellModel):
         if weights is None:
             weights = found.weights(shapes_of(model.module))
         load_weights(model.module, weights, source=found.source)
-        model._move_to(device)
+        model.to_device(device)
         model.is_trained_ = True  # elsewhere
         model._facts = CardFacts.of_checkpoint(found)
         return cast("Self", model)

@@ -10,6 +10,8 @@ import numpy as np
 import pandas as pd
 from anndata import AnnData
 
+from scforge._checks import check_key
+from scforge._columns import labels_of, texts_of
 from scforge._progress import announce
 from scforge._registry import check_options
 from scforge.data.checks import check_is_adata, gene_names
@@ -127,6 +129,7 @@ def evaluate_models(
     >>> sorted({row.kind for row in report.rows})
     ['baseline', 'model', 'untrained']
     """
+    check_key("key_added", key_added)
     check_is_adata(adata)
     check_seeds(seeds)
     trained = {"scforge": [models]} if isinstance(models, CellModel) else _lists(models)
@@ -298,10 +301,11 @@ def _fit_to(
     notes = []
     obs = adata.obs if rows is None else adata.obs.iloc[rows]
     batch = keys["batch_key"]
-    if not needs_batches and batch is not None and (obs[batch].nunique() < 2 or obs[batch].isna().any()):
+    batches = None if batch is None else texts_of(obs[batch], key=batch, argument="batch_key")
+    if not needs_batches and batches is not None and (len(batches.categories) < 2 or batches.isna().any()):
         keys["batch_key"] = None
         notes.append(f"obs[{batch!r}], the batch column, has only one batch or missing values, so batches are ignored.")
-    n_labeled = int(obs[keys["labels_key"]].notna().sum())
+    n_labeled = int(labels_of(obs[keys["labels_key"]], key=str(keys["labels_key"])).notna().sum())
     if n_labeled < _MIN_FOR_SCIB:
         chosen.remove("scib")
         notes.append(f"scib needs {_MIN_FOR_SCIB} cells with a label, but there are {n_labeled}; it is left out.")
@@ -368,7 +372,7 @@ def _facts(
     facts: dict[str, Any] = {"cells": f"{n_scored:,} of {adata.n_obs:,}, {adata.n_vars:,} genes"}
     for name, key in keys.items():
         if key is not None:
-            facts[name] = f"{key} ({adata.obs[key].nunique()})"
+            facts[name] = f"{key} ({len(texts_of(adata.obs[key], key=key, argument=name).categories)})"
     for name, some in models.items():
         spec, epochs = some[0].spec, ", ".join(sorted({str(model.n_epochs_) for model in some}))
         times = f", {len(some)} training runs" if len(some) > 1 else ""

@@ -267,7 +267,7 @@ def _description(
         "scforge_version": __version__,
         "torch_version": str(torch.__version__),
         "file": file.name,
-        "sha256": sha256_of(file),
+        "sha256": {file.name: sha256_of(file)},
         "opset": _OPSET if file.suffix == ".onnx" else None,
         "architecture": parts["architecture"],
         "tokenizer": parts["tokenizer"],

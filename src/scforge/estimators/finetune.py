@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from scipy import sparse
 from torch import nn
 
-from scforge._checks import check_seed
+from scforge._checks import check_key, check_seed
+from scforge._columns import texts_of
 from scforge._io import atomic_folder, sha256_of
 from scforge._registry import check_options
 from scforge.data.cells import Cells, named_column
@@ -34,8 +35,8 @@ from scforge.estimators.spec import FineTuneSpec, check_freeze, named_options
 from scforge.finetuning.adapters import base_state, digest_of, is_adapter, load_base, lora_options, merged
 from scforge.finetuning.base import TASKS, Task, get_task
 from scforge.finetuning.held_out import CellFingerprints, HeldOutRegistry
-from scforge.finetuning.labels import text_labels
 from scforge.finetuning.splits import Split, check_shares, split_for, split_from
+from scforge.finetuning.supervised import SupervisedTask
 from scforge.models._weights import read_weights
 from scforge.models.components.gene_vectors import check_filled
 from scforge.models.components.latent import batch_vectors
@@ -95,6 +96,11 @@ def finetune(
     setup = registered or model._setup
     common = {"labels_key": labels_key, "batch_key": batch_key, "head": head}
     name, task_options = _task_options(task, options, common, setup)
+    if issubclass(TASKS.get(name), SupervisedTask):  # predictions are written under these names
+        for argument in ("labels_key", "labels_keys"):
+            keys = task_options.get(argument)
+            for key in [keys] if isinstance(keys, str) else keys or ():
+                check_key(argument, key)
     cells = model._open(source)
     how: dict[str, Any] = {
         "validation_size": float(validation_size),
@@ -195,7 +201,8 @@ def set_up(
     """Set up an AnnData for the fine-tuned model, with the columns of the task."""
     labels = labels_key or setup.get("labels_key")
     batch = batch_key or inherited_batch_key(adata.obs, setup.get("batch_key"))
-    if batch not in adata.obs or adata.obs[batch].isna().any():
+    batches = texts_of(adata.obs[batch], key=str(batch), argument="batch_key") if batch in adata.obs else None
+    if batches is None or batches.isna().any():
         batch = None  # cells without a batch may be unused in a task, but cannot be registered
     wanted = {
         "layer": setup.get("layer"),
@@ -219,7 +226,7 @@ def register(cls: type[CellModel], adata: AnnData, setup: Mapping[str, Any]) -> 
 
 def with_batches_of(cells: Cells, key: str, known: list[str]) -> dict[str, Any]:
     """Return the options of a decoder that also contains the query batches."""
-    batches = text_labels(cells.column(key), key=key, argument="batch_key").categories
+    batches = texts_of(cells.column(key), key=key, argument="batch_key").categories
     if shared := [str(name) for name in batches if name in known]:
         logger.info(
             "Query batches in obs[%r] that have the name of a reference batch are treated as the same batch (%s); "
@@ -272,7 +279,7 @@ def of_both(query: Cells, reference: Cells, pretraining: Any, key: str | None, s
     for cells, column, name in ((query, key, _QUERY), (reference, pretraining.batch_key, _REFERENCE)):
         found = [name] * len(cells)
         if column is not None and cells.obs is not None and column in cells.obs:
-            labels = text_labels(cells.column(column), key=column, argument="batch_key")
+            labels = texts_of(cells.column(column), key=column, argument="batch_key")
             found = [str(labels.categories[code]) if code >= 0 else name for code in labels.codes]
         parts.append(found)
     if shared := sorted(set(parts[0]) & {*known, *parts[1]}):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from scforge._io import atomic_write_text, read_settled
+from scforge._io import read_settled
 from scforge.errors import MissingFileError, ModelFileError, NotTrainedWarning, OptionError, warn
 from scforge.estimators.card import CardFacts, Origin
 from scforge.estimators.finetune import load_adapter, save_adapter
@@ -56,7 +56,7 @@ def push_model(
                         "its name as base."
                     )
                 save_adapter(model, folder, overwrite=False)
-                atomic_write_text(folder / "README.md", text)
+                (folder / "README.md").write_text(text, encoding="utf-8")
             else:
                 model._write(folder, card=text)
             url, commit = send_model(folder, repo_id, **options)
@@ -107,7 +107,7 @@ def load_found(
     if base is None or isinstance(base, str | os.PathLike):
         base = _load_base(cls, found, prefix, base, device, access or {})
     below, cells = base, None if adata is False else adata
-    return read_settled(found.folder, lambda: load_adapter(cls, below, found.folder, cells))
+    return read_settled(found.folder, lambda place: load_adapter(cls, below, place, cells))
 
 
 def _load_base(

@@ -15,6 +15,7 @@ from anndata import AnnData
 from scipy import sparse
 
 from scforge._checks import check_seed
+from scforge._columns import texts_of
 from scforge._constants import UNS_KEY
 from scforge.data.cells import Cells, CellSource, cell_names
 from scforge.data.checks import gene_names
@@ -22,7 +23,6 @@ from scforge.data.genes import GeneMap
 from scforge.data.vocab import SPECIES, GeneVocab, gene_table
 from scforge.errors import DataError, GeneMismatchError, OptionError, did_you_mean, listing, suggest, warn
 from scforge.estimators.base import CellModel
-from scforge.finetuning.labels import text_of
 from scforge.insilico.imputation import check_predicts
 from scforge.insilico.screening import Perturbation
 from scforge.training.objectives.base import Objective
@@ -109,21 +109,14 @@ def cells_in_state(cells: Cells, argument: str, state: State | None) -> np.ndarr
         raise OptionError(f'{argument}={state!r} is not a valid state; pass e.g. {argument}={{"cell_type": "B"}}.')
     key, value = pairs[0]
     wanted = list(value) if isinstance(value, (list, tuple, set, np.ndarray)) else [value]
-    codes, found = pd.factorize(np.asarray(cells.column(key).astype(object), dtype=object))
-    chosen = np.zeros(len(found) + 1, dtype=bool)  # the last one: cells without value, of code -1
-    for one in wanted:
-        same = [_same_value(value, one) for value in found.tolist()]
-        if not any(same):
-            raise DataError(f"{argument}: no cell has {one!r} in obs[{key!r}]{suggest(one, found, 'available')}")
-        chosen[:-1] |= same
-    return chosen[codes]
-
-
-def _same_value(value: Any, wanted: Any) -> bool:
-    """Return whether two obs values are equal, directly or as text, e.g. 1, 1.0, "1" and True."""
-    if not pd.api.types.is_scalar(wanted) or pd.isna(wanted):
-        return False
-    return bool(value == wanted) or text_of(value) == text_of(wanted)
+    texts = texts_of(cells.column(key), key=key, argument=argument)
+    names = list(texts_of(pd.Series(wanted, dtype=object), key=key, argument=argument))
+    for name, one in zip(names, wanted, strict=True):
+        if name not in texts.categories:
+            raise DataError(
+                f"{argument}: no cell has {one!r} in obs[{key!r}]{suggest(one, texts.categories, 'available')}"
+            )
+    return np.asarray(texts.isin(names))
 
 
 def cell_groups(cells: Cells, key: str | None, chosen: np.ndarray) -> Iterator[tuple[str | None, np.ndarray]]:
@@ -134,11 +127,9 @@ def cell_groups(cells: Cells, key: str | None, chosen: np.ndarray) -> Iterator[t
     if key is None:
         yield None, np.flatnonzero(chosen)
         return
-    column = cells.column(key)
-    names = column.cat.categories if isinstance(column.dtype, pd.CategoricalDtype) else sorted(column.dropna().unique())
-    values = np.asarray(column.astype(object), dtype=object)
-    for name in names:
-        rows = np.flatnonzero((values == name) & chosen)
+    texts = texts_of(cells.column(key), key=key, argument="groups")
+    for code, name in enumerate(texts.categories):
+        rows = np.flatnonzero((texts.codes == code) & chosen)
         if len(rows):
             yield str(name), rows
 

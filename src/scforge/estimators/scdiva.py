@@ -11,7 +11,7 @@ import torch
 from anndata import AnnData
 from torch import nn
 
-from scforge._checks import check_bool, check_known, check_positive
+from scforge._checks import check_bool, check_key, check_known, check_positive
 from scforge._constants import AUTO_KEY, TARGET_SUM
 from scforge._registry import check_options
 from scforge.errors import NotTrainedWarning, OptionError, warn
@@ -195,6 +195,7 @@ class ScDiVa(Encoder):
         >>> mean.shape, variance.shape, "scforge_uncertainty" in adata.obs
         ((60, 4), (60, 4), True)
         """
+        check_key("key_added", key_added)
         if of_others or not check_bool("return_dist", return_dist):
             if self.spec.tuning is None and not self._trains_latent:
                 warn(
@@ -274,6 +275,7 @@ class ScDiVa(Encoder):
         >>> model.predict()["label"].nunique() >= 1, "scforge_cell_type" in adata.obs
         (True, True)
         """
+        check_key("key_added", key_added)
         tuning = self.spec.tuning
         if task == "batch_integration":
             known = ["transform_batch", "gene_list", "library_size"]
@@ -352,6 +354,7 @@ class ScDiVa(Encoder):
         >>> model.get_normalized_expression(gene_list=["ISG15", "TNFRSF4"]).shape
         (60, 2)
         """
+        check_key("key_added", key_added)
         if not getattr(self._pretraining, "reconstruction_weight", 0.0):
             raise OptionError(
                 f"the objective {self.spec.objective!r} does not train a decoder; create the model with a positive "

@@ -267,7 +267,8 @@ def write_folder(
             seen.save(folder)
         if adata is not None:
             write_h5ad(folder / ADATA, adata)
-        sums = {name: sha256_of(folder / name) for name in (_WEIGHTS, _VOCAB, *([] if adata is None else [ADATA]))}
+        files = [_WEIGHTS, _VOCAB, _CARD, *([] if adata is None else [ADATA])]
+        sums = {name: sha256_of(folder / name) for name in files}
         (folder / _CONFIG).write_text(sealed({**content, "sha256": sums}), encoding="utf-8")
         if extra is not None:
             extra(folder)
@@ -289,7 +290,7 @@ def read_folder(path: str | os.PathLike[str]) -> tuple[dict[str, Any], GeneVocab
     """
     if is_url(path):
         raise MissingFileError(f"dir_path={os.fspath(path)!r} is not a folder; load hub models with Encoder.load.")
-    return read_settled(path, lambda: _read(Path(path)))
+    return read_settled(path, _read)
 
 
 def read_adata(path: str | os.PathLike[str], config: Mapping[str, Any]) -> AnnData | None:

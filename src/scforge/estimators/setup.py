@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from anndata import AnnData
 from mudata import MuData
 from scvi.data.fields import CategoricalObsField, LayerField
 
 from scforge._checks import check_choice, check_known
+from scforge._columns import codes_among, labels_of, text_of, texts_of
 from scforge.data.checks import counts_of, gene_names, warn_if_transformed
 from scforge.data.readers import shared_columns
 from scforge.errors import DataError, OptionError
@@ -77,12 +78,14 @@ class ObsField(CategoricalObsField):
         self.validate_field(adata)
         key = self._original_attr_key
         column = adata.obs[key]
-        missing = int(column.isna().sum())
+        read = partial(labels_of, fractional=True) if self.allow_missing else texts_of
+        texts = read(column, key=key, argument="labels_key" if self.allow_missing else "batch_key")
+        missing = int(texts.isna().sum())
         if missing and not self.allow_missing:
             lacking = f"adata.obs[{key!r}] is missing for {missing} of {adata.n_obs} cells"
             raise DataError(f"{lacking}; fill in the values or drop these cells.")
-        mapping = [*dict.fromkeys([*known, *column.astype("category").cat.categories])]
-        adata.obs[self.attr_key] = pd.Categorical(np.asarray(column, dtype=object), categories=mapping).codes
+        mapping = [*dict.fromkeys([*(text_of(name) for name in known), *texts.categories])]
+        adata.obs[self.attr_key] = codes_among(texts, mapping)
         return {self.CATEGORICAL_MAPPING_KEY: np.array(mapping, dtype=object), self.ORIGINAL_ATTR_KEY: key}
 
     def transfer_field(self, state_registry: dict[str, Any], adata_target: AnnData, **kwargs: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from scipy import sparse
 from torch import nn
 
 from scforge._checks import check_count
+from scforge._columns import texts_of
 from scforge._registry import check_defines
 from scforge.config.aliases import config_error
 from scforge.config.schema import ModelConfig
@@ -24,6 +25,7 @@ from scforge.data.cells import choose_chunks, choose_rows
 from scforge.data.checks import counts_of, gene_names, names_place
 from scforge.data.gene_sets import enough_shared, lacking_genes, warn_of_lacking
 from scforge.data.genes import GeneMap, map_names
+from scforge.data.readers import available_memory
 from scforge.data.sources import open_cells
 from scforge.data.statistics import gene_entropies, gene_medians, kept_genes, select_genes, variable_genes
 from scforge.data.store import SOURCE, StoreCells
@@ -32,6 +34,7 @@ from scforge.errors import OptionError, listing, warn
 from scforge.finetuning.adapters import inject_lora
 from scforge.finetuning.base import Task, get_task
 from scforge.finetuning.heads import FineTunedModule
+from scforge.models._utils import bounded
 from scforge.models.components.gene_vectors import fill_gene_vectors
 from scforge.models.components.heads import COUNT_LOSSES, is_truncated
 from scforge.models.registry import MODELS, check_model_options, get_model, option_names, own_names
@@ -391,6 +394,13 @@ class ModelSpec:
             config = ModelConfig(architecture=self.architecture, vocab_size=len(self.vocab), **self.model_options)
         except ValidationError as error:
             raise config_error(error, ModelConfig) from None
+        on_meta = torch.get_default_device().type == "meta"
+        with bounded(None if on_meta else available_memory()):
+            module = self._module(config, gene_vectors)
+            return module if self.tuning is None else self.tuning.build_module(module)
+
+    def _module(self, config: ModelConfig, gene_vectors: np.ndarray | None) -> nn.Module:
+        """Create the architecture module."""
         module = get_model(self.architecture, config)
         check_defines(
             f"architecture={self.architecture!r} is {type(module).__qualname__}", module, ("encode", "forward")
@@ -400,7 +410,7 @@ class ModelSpec:
         if self.vocab.entropies is not None and hasattr(module, "init_gene_weights"):
             weighting = self.tokenizer_options.get("weighting", "complement")
             module.init_gene_weights(torch.from_numpy(serialization_weights(self.vocab, weighting)))
-        return module if self.tuning is None else self.tuning.build_module(module)
+        return module
 
     def build_untrained(self) -> tuple[nn.Module, Tokenizer]:
         """Create the pretraining module with random weights, and the tokenizer."""
@@ -611,8 +621,9 @@ def _lacking(
     counts = counts[rows]
     reports: list[tuple[np.ndarray, Sequence[str], str]] = []
     for name, column in columns.items():
-        codes, batches = pd.factorize(np.asarray(column.astype(object).iloc[rows], dtype=object))
-        lacking = lacking_genes(counts, codes) & among
+        of_cells = texts_of(column.iloc[rows], key=str(name), argument="batch_key")
+        batches: Sequence[str] = list(of_cells.categories)
+        lacking = lacking_genes(counts, np.asarray(of_cells.codes)) & among
         if lacking.any() and not any((lacking == other).all() for other, *_ in reports):
             reports.append((lacking, batches, name))
             found |= lacking.any(axis=0)

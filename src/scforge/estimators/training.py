@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import lightning
 import numpy as np
+import pandas as pd
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from safetensors import SafetensorError
 
 from scforge._checks import check_count, check_positive
-from scforge._io import remove_folder
+from scforge._io import remove_model
 from scforge._progress import announce
 from scforge._registry import check_options
 from scforge.data.vocab import GeneVocab
@@ -28,6 +29,7 @@ from scforge.errors import OptionError, TrainingError, first_line, spelled
 from scforge.estimators.serialize import load_weights, read_folder
 from scforge.estimators.spec import SAMPLED_CELLS
 from scforge.training.checkpoint import (
+    OF_DATA,
     SaveOptions,
     SavingError,
     check_settings,
@@ -167,6 +169,7 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
             processes=processes,
             **{name: getattr(how, name) for name in _DECISIVE},
             **{name: str(how.trainer_kwargs[name]) for name in _OF_OUTCOME if name in how.trainer_kwargs},
+            **({} if folder is None and found is None else _fingerprint(model, data)),
         )
         if found is not None:
             path, state, (_, _, weights) = found
@@ -264,8 +267,7 @@ def _freeing(
     if str(folder.path.resolve()) in model._trained_in:
         # A second training run of the same model continues with the numbers of its epochs.
         return lambda: folder.clear(states_only=True)
-    if not overwrite:
-        folder.check_free(resumes=resume == _AUTO)
+    folder.check_free(resumes=resume == _AUTO, overwrite=overwrite)
     return folder.clear
 
 
@@ -292,7 +294,7 @@ def _best(model: CellModel, folder: RunFolder, top_k: int) -> Any:
     def remove(name: str) -> None:
         if (folder.path / name).is_dir():  # a resumed training run may have removed it before
             with _saved(model, folder, name, before):
-                remove_folder(folder.path / name)
+                remove_model(folder.path / name)
 
     return lambda monitor, mode: SaveBest(save, remove, top_k=top_k, monitor=monitor, mode=mode, first_epoch=before)
 
@@ -341,6 +343,31 @@ def _settings(model: CellModel, data: CellDataModule, plan: TrainingPlan, **furt
         name: json.loads(text) if len(text) <= _MAX_LENGTH else hashlib.sha256(text.encode()).hexdigest()
         for name, text in texts.items()
     }
+
+
+def _fingerprint(model: CellModel, data: CellDataModule) -> dict[str, str | None]:
+    """Return hashes of the data that training reads: counts, measured genes, columns of obs, and the split."""
+    cells = data.bound
+    found = {"counts": cells.counts_digest() if hasattr(cells, "counts_digest") else None}
+    found["measured genes"] = None if cells.measured is None else _sha256(np.packbits(cells.measured))
+    found["training cells"], found["validation cells"] = _sha256(data.train_rows), _sha256(data.validation_rows)
+    parts = model.spec.to_json()
+    options = {**parts["objective"], **parts.get("tuning", {}).get("task", {}), "batch_key": data.batch_key}
+    named = [value for name, value in options.items() if name.endswith(("_key", "_keys")) and value is not None]
+    for key in sorted({key for keys in named for key in ([keys] if isinstance(keys, str) else keys)}):
+        column = cells.column(key).astype("category")
+        # Categories by their text, because categories that no cell has do not matter, nor does their order.
+        values = column.cat.categories.astype(str).to_numpy(dtype=object)
+        codes, texts = pd.factorize(np.append(values, "\0")[column.cat.codes])
+        found[f"obs[{key!r}]"] = _sha256(codes, *(text.encode() + b"\0" for text in texts))
+    return {f"{OF_DATA}{name}": value for name, value in found.items()}
+
+
+def _sha256(*parts: Any) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(np.ascontiguousarray(part) if isinstance(part, np.ndarray) else part)
+    return digest.hexdigest()
 
 
 def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:

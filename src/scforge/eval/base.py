@@ -15,6 +15,7 @@ import pandas as pd
 from scipy import sparse
 
 from scforge._checks import check_count
+from scforge._columns import labels_of, texts_of
 from scforge._registry import Registry, check_defines, check_options
 from scforge.data.cells import Cells, choose_chunks, choose_rows
 from scforge.data.paths import is_url
@@ -204,7 +205,9 @@ class Benchmark(ABC):
         Their standard deviation is too small by a factor of sqrt((n - 1) / n), which is corrected later.
         """
         key = getattr(self, "groups_key", None)
-        return None if key is None or self.subject != "embedding" else int(reference[key].nunique())
+        if key is None or self.subject != "embedding":
+            return None
+        return len(texts_of(reference[key], key=key, argument="groups_key").categories)
 
 
 def half_samples(
@@ -219,14 +222,16 @@ def half_samples(
     rng = np.random.default_rng(seed)
     for _ in range(n):
         if groups_key is not None:
-            groups = pd.factorize(obs[groups_key])[0]
+            groups = pd.factorize(texts_of(obs[groups_key], key=groups_key, argument="groups_key"))[0]
             n_groups = groups.max() + 1
             if n_groups < MIN_GROUPS:
                 return
             taken = rng.permutation(n_groups)[: n_groups // 2]
             yield np.flatnonzero(np.isin(groups, taken))
         else:
-            labels = np.zeros(len(obs), dtype=np.int64) if labels_key is None else pd.factorize(obs[labels_key])[0]
+            labels = np.zeros(len(obs), dtype=np.int64)
+            if labels_key is not None:
+                labels = pd.factorize(labels_of(obs[labels_key], key=labels_key))[0]
             # Every second cell of a random order within its label; a label of one cell is taken half of the time.
             order = np.lexsort([rng.random(len(labels)), labels])
             yield np.sort(order[rng.integers(2) :: 2]).astype(np.int64)

@@ -19,6 +19,7 @@ import pandas as pd
 from scipy import sparse
 
 from scforge._checks import check_bool, check_count, check_known, check_seed
+from scforge._columns import texts_of
 from scforge._constants import TARGET_SUM
 from scforge._progress import announce, duration
 from scforge.data.cells import choose_rows
@@ -136,13 +137,18 @@ def variable_genes(
     # All genes are all genes, however they are ranked.
     if n_top_genes < work.n_vars:
         if batch_key is not None:
-            work.obs["batch"] = pd.Categorical(np.asarray(adata.obs[batch_key], dtype=object).astype(str))
+            work.obs["batch"] = pd.Categorical(_batches(adata, batch_key))
         several = batch_key is not None and work.obs["batch"].nunique() > 1
         sc.pp.highly_variable_genes(work, n_top_genes=n_top_genes, batch_key="batch" if several else None)
         chosen = np.asarray(work.var["highly_variable"])
     work.obs = work.obs[[]].copy()
     work.var["highly_variable"] = chosen
     return work[:, chosen].copy()
+
+
+def _batches(adata: AnnData, key: str) -> np.ndarray:
+    """Return the batch of each cell as text, "nan" if it is missing, shape (N,)."""
+    return np.asarray(texts_of(adata.obs[key], key=key, argument="batch_key"), dtype=object).astype(str)
 
 
 BASELINES = ("hvg", "pca", "pca_scaled", "harmony", "scvi", "random")
@@ -253,7 +259,7 @@ def embedding_baselines(
             found[str(name)] = components(dims, name == "pca_scaled")
         elif name == "harmony":
             assert batch_key is not None
-            found[name] = harmony_correct(components(dims), adata.obs[batch_key].astype(str).to_numpy(), seed=seed)
+            found[name] = harmony_correct(components(dims), _batches(adata, batch_key), seed=seed)
         elif name == "scvi":
             if progress_bar:
                 announce(
@@ -302,9 +308,10 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
         if batch_key is not None and name != "random":
             check_column("batch_key", batch_key, adata.obs)
         if name in ("harmony", "scvi") and batch_key is not None:
-            if adata.obs[batch_key].isna().any():
+            batches = texts_of(adata.obs[batch_key], key=batch_key, argument="batch_key")
+            if batches.isna().any():
                 raise DataError(f"obs[{batch_key!r}] has missing values; assign a batch to each cell to use {name!r}.")
-            if name == "harmony" and adata.obs[batch_key].nunique() < 2:
+            if name == "harmony" and len(batches.categories) < 2:
                 raise DataError(
                     f"obs[{batch_key!r}] contains only one batch, so 'harmony' has nothing to correct; omit 'harmony'."
                 )
@@ -332,7 +339,7 @@ def scvi_embedding(
 
     work = variable_genes(adata, n_top_genes=n_top_genes, layer=layer, batch_key=batch_key)
     work.X = work.layers.pop("counts")
-    work.obs["batch"] = pd.Categorical(["all"] * adata.n_obs if batch_key is None else adata.obs[batch_key].astype(str))
+    work.obs["batch"] = pd.Categorical(["all"] * adata.n_obs if batch_key is None else _batches(adata, batch_key))
     # scvi-tools samples the held-out cells with its global seed, which is unset by default.
     order = np.random.default_rng(seed).permutation(adata.n_obs)
     n_train = math.ceil(_SHARE * adata.n_obs)

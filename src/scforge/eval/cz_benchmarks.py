@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from scforge._checks import check_known, check_seed
+from scforge._columns import labels_of, texts_of
 from scforge._registry import check_options
 from scforge.data.checks import counts_of
 from scforge.errors import DataError, OptionError, ScforgeError, first_line, listing
@@ -100,18 +102,16 @@ def _made(name: str, adata: AnnData, keys: Mapping[str, str | None], *, layer: s
 def _column(adata: AnnData, argument: str, key: str) -> pd.Series:
     """Return a column without missing values as text, with rows numbered from 0."""
     check_column(argument, key, adata.obs)
-    column = adata.obs[key]
-    if column.isna().any():
-        raise DataError(
-            f"{argument}={key!r} is missing for {int(column.isna().sum())} cells; fill in the values or drop "
-            "these cells."
-        )
-    return column.astype(str).astype(object).reset_index(drop=True)
+    read = partial(labels_of, fractional=True) if argument == "labels_key" else texts_of
+    texts = read(adata.obs[key], key=key, argument=argument)
+    if n_missing := int(texts.isna().sum()):
+        raise DataError(f"{argument}={key!r} is missing for {n_missing} cells; fill in the values or drop these cells.")
+    return pd.Series(np.asarray(texts, dtype=object))
 
 
 def by_organism(organisms: pd.Series) -> dict[str, np.ndarray]:
     """Return the rows of each organism, in order of first appearance."""
-    names = organisms.astype(str).to_numpy()
+    names = np.asarray(texts_of(organisms, key=str(organisms.name), argument="organism_key"), dtype=object).astype(str)
     return {name: np.flatnonzero(names == name) for name in dict.fromkeys(names)}
 
 

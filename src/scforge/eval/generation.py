@@ -11,6 +11,7 @@ import pandas as pd
 from scipy import sparse
 
 from scforge._checks import check_count, check_known, check_seed
+from scforge._columns import labels_of
 from scforge._constants import TARGET_SUM, UNS_KEY
 from scforge.data.checks import content_mark, counts_of, value_problem
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
@@ -187,8 +188,8 @@ class Generation(Benchmark):
         """Return the masks of generated and real cells for each label."""
         if self.labels_key is None:
             return []
-        of_made, of_real = (some.obs[self.labels_key].astype(str) for some in (made, reference))
-        n_real = of_real[reference.obs[self.labels_key].notna()].value_counts().sort_index()
+        of_made, of_real = (_labels(some, self.labels_key) for some in (made, reference))
+        n_real = of_real.value_counts().sort_index()
         # The real cells alone decide: a method must not choose what it is judged by.
         names, few = n_real.index[n_real >= MIN_CELLS], n_real.index[n_real < MIN_CELLS]
         lacking = [name for name in names if (of_made == name).sum() < MIN_CELLS]
@@ -218,6 +219,11 @@ class Generation(Benchmark):
             averaged = np.full((2, len(of_made)), np.nan) if few or not each else np.mean(each, axis=0)
             figures["label_gene_mean_r"], figures["label_mmd"] = averaged
         return figures
+
+
+def _labels(adata: AnnData, key: str, *, warns: bool = False) -> pd.Series:
+    """Return the label of each cell as text; missing labels are NaN."""
+    return pd.Series(np.asarray(labels_of(adata.obs[key], key=key, warns=warns), dtype=object), index=adata.obs_names)
 
 
 def mmd_squared(kernels: tuple[np.ndarray, ...], made: np.ndarray, real: np.ndarray) -> np.ndarray:
@@ -567,7 +573,7 @@ def generation_baselines(
     rng = np.random.default_rng(seed)
     counts = counts_of(train, layer).astype(np.float64)
     wanted = np.full(labels, "") if isinstance(labels, int) else np.asarray(labels).astype(str)
-    known = np.full(train.n_obs, "") if labels_key is None else train.obs[labels_key].astype(str).to_numpy()
+    known = np.full(train.n_obs, "") if labels_key is None else _labels(train, labels_key).to_numpy()
     obs = pd.DataFrame(
         {} if labels_key is None else {labels_key: wanted}, index=[f"cell{i}" for i in range(len(wanted))]
     )
@@ -676,11 +682,11 @@ def evaluate_generation(
     if labels_key is not None:
         check_column("labels_key", labels_key, real.obs)
         check_column("labels_key", labels_key, train.obs)
-        labeled = real.obs[labels_key].notna()
+        labeled = _labels(real, labels_key, warns=True).notna()
         if not labeled.all():
             notes.append(f"{int((~labeled).sum())} real cells without obs[{labels_key!r}] are left out.")
         real = real[labeled]
-        labels = real.obs[labels_key].astype(str)
+        labels = _labels(real, labels_key).astype(str)
     baselines = generation_baselines(train, labels, labels_key=labels_key, layer=layer, seed=int(seeds[0]))
     reference = _on_genes(real, "the real cells", names, layer)
     cells = {name: _on_genes(some, f"the cells of {name!r}", names, made=True) for name, some in made.items()}

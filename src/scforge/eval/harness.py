@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pandas as pd
 
-from scforge._checks import check_choice, check_known, check_seed
+from scforge._checks import check_choice, check_key, check_known, check_seed
 from scforge._progress import announce, duration
 from scforge.errors import OptionError, listing
 from scforge.eval.base import (
@@ -247,6 +247,7 @@ def evaluate(
     >>> [row.name for row in report.rows]
     ['X_mine', 'PCA, 5 components', 'PCA of scaled genes, 5 components']
     """
+    check_key("key_added", key_added)
     check_seeds(seeds)
     baselines = [baselines] if isinstance(baselines, int | str) else list(baselines)
     if not len(baselines):

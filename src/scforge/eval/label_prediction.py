@@ -11,11 +11,10 @@ import numpy as np
 import pandas as pd
 
 from scforge._checks import check_count, check_seed, check_share
+from scforge._columns import labels_of, texts_of
 from scforge.errors import DataError, listing, warn
 from scforge.eval.base import MIN_GROUPS, Benchmark, as_array, check_column, register_benchmark
 
-MISSING_TEXTS = ("nan", "NaN", "None", "<NA>", "", "unknown")
-"""Texts that may mean that a label is missing."""
 _MAX_DUPLICATES = 0.01
 """Fraction of cells that may share coordinates with a cell in another fold without a warning."""
 _MAX_CACHED = 64
@@ -35,24 +34,28 @@ def check_embedding(embedding: np.ndarray, n_cells: int, name: str = "the embedd
     return embedding if embedding.dtype in (np.float32, np.float64) else embedding.astype(np.float32)
 
 
-def labeled(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> np.ndarray:
-    """Return which cells have a label, bool, shape (N,).
+def texts_in(obs: pd.DataFrame, key: str, *, argument: str = "labels_key", warns: bool = False) -> pd.Categorical:
+    """Return the text of each cell in a column of labels, or in that of another argument; missing labels are NaN.
 
     Raises
     ------
     DataError
-        If the column is missing, contains fewer than two labels, or contains different values with the same text.
+        If the column is missing, or contains fewer than two labels.
+
+    Warns
+    -----
+    ScforgeWarning
+        With `warns`, if labels are words such as "unknown", which are treated as missing.
     """
     check_column(argument, key, obs)
-    known = obs[key].notna().to_numpy()
-    values = np.asarray(obs[key], dtype=object)[known]
-    labels = np.unique(values.astype(str))
-    if len(labels) < len(pd.unique(values)):
-        raise DataError(f"{argument}={key!r} contains different values with the same text, e.g. 1 and '1'; rename one.")
-    if len(labels) < 2:
-        found = f"only one value ({str(labels[0])!r})" if len(labels) else "no values"
+    if argument == "labels_key":
+        texts = labels_of(obs[key], key=key, warns=warns)
+    else:
+        texts = texts_of(obs[key], key=key, argument=argument)
+    if len(texts.categories) < 2:
+        found = f"only one value ({texts.categories[0]!r})" if len(texts.categories) else "no values"
         raise DataError(f"{argument}={key!r} has {found}; choose a column with at least two values.")
-    return known
+    return texts
 
 
 def check_names(obs: pd.DataFrame) -> None:
@@ -60,12 +63,6 @@ def check_names(obs: pd.DataFrame) -> None:
     if not obs.index.is_unique:
         twice = obs.index[obs.index.duplicated()].unique()
         raise DataError(f"{len(twice)} cell names are duplicated ({listing(twice[:3])}); make cell names unique.")
-
-
-def warn_of_missing(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> None:
-    """Warn about labels that may mean a missing label, e.g. the text "nan"."""
-    if odd := [text for text in MISSING_TEXTS if (obs[key].astype(object) == text).any()]:
-        warn(f"{argument}={key!r} has the label {listing(odd)}; replace it with numpy.nan if it means missing.")
 
 
 @register_benchmark("cell_type_probe")
@@ -139,10 +136,8 @@ class CellTypeProbe(Benchmark):
 
     def check(self, obs: pd.DataFrame) -> None:
         """Raise :class:`~scforge.errors.DataError` in the cases in which :meth:`run` would."""
+        texts_in(obs, self.labels_key, warns=True)
         self._plan(obs)
-        warn_of_missing(obs, self.labels_key)
-        if self.groups_key is not None:
-            warn_of_missing(obs, self.groups_key, argument="groups_key")
 
     def describe(self, obs: pd.DataFrame) -> dict[str, str]:
         """Return the number of scored cells, the labels left out, and the units resampled for the intervals."""
@@ -199,15 +194,15 @@ class CellTypeProbe(Benchmark):
 
     def _plan(self, obs: pd.DataFrame) -> _Plan:
         """Select the cells to score and their folds; warn about labels that are left out."""
-        taken = labeled(obs, self.labels_key)
+        of_labels, of_groups = texts_in(obs, self.labels_key), None
+        taken = of_labels.notna()
         if self.groups_key is not None:
             check_names(obs)  # one cell could be learned from and tested
-            taken = taken & labeled(obs, self.groups_key, argument="groups_key")
+            of_groups = texts_in(obs, self.groups_key, argument="groups_key")
+            taken = taken & of_groups.notna()
         rows = np.flatnonzero(taken)
-        labels = np.asarray(obs[self.labels_key], dtype=object)[rows].astype(str)
-        groups = None
-        if self.groups_key is not None:
-            groups = np.asarray(obs[self.groups_key], dtype=object)[rows].astype(str)
+        labels = np.asarray(of_labels, dtype=object)[rows].astype(str)
+        groups = None if of_groups is None else np.asarray(of_groups, dtype=object)[rows].astype(str)
         left_out = _untested(labels, groups, self.n_folds)
         kept = ~np.isin(labels, list(left_out))
         folds = np.full(len(rows), -1, dtype=np.int64)

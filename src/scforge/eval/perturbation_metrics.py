@@ -21,6 +21,7 @@ import pandas as pd
 from scipy import sparse
 
 from scforge._checks import check_known
+from scforge._columns import texts_of
 from scforge.data.checks import check_is_adata
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
 from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, first_line, listing, warn
@@ -590,13 +591,13 @@ class PerturbedCells:
         places = [ALL] * adata.n_obs
         if keys.context_key is not None:
             check_column("context_key", keys.context_key, adata.obs)
-            column = adata.obs[keys.context_key]
-            if n_missing := int(column.isna().sum()):
+            contexts_found = texts_of(adata.obs[keys.context_key], key=keys.context_key, argument="context_key")
+            if n_missing := int(contexts_found.isna().sum()):
                 raise DataError(
                     f"context_key={keys.context_key!r} is missing for {n_missing} cells of {argument}; fill in the "
                     "values or drop these cells."
                 )
-            places = column.astype(str).tolist()
+            places = list(contexts_found)
         # Models predict into X, whatever layer the measured values are in.
         layer = None if made and keys.layer not in adata.layers else keys.layer
         pairs = [Effect(some, place) for some, place in zip(targets, places, strict=True)]

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
-from scforge._constants import UNS_KEY
-from scforge._io import atomic_folder, atomic_path
+from scforge._constants import REPORT_FILES, UNS_KEY
+from scforge._io import atomic_folder, atomic_path, check_files
+from scforge._text import literal, markdown, without_formulas
+from scforge._version import __version__
 from scforge.errors import OptionError
 
 if TYPE_CHECKING:
@@ -407,6 +409,7 @@ class Report:
         self.check()
         return _plain(
             {
+                "scforge_version": __version__,
                 "title": self.title,
                 "facts": self.facts,
                 "rows": [asdict(row) for row in self.rows],
@@ -467,15 +470,28 @@ class Report:
             f"<body style='max-width: 72rem; margin: 2rem auto; padding: 0 1rem'>\n{to_html(self)}\n</body></html>\n"
         )
 
-    def write(self, folder: str | os.PathLike[str]) -> None:
+    def write(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write ``report.md``, ``report.html``, ``report.json`` and ``report.csv`` into `folder`.
 
         A new folder appears only with all files in it. In an existing folder, each file is replaced as a whole.
+
+        Parameters
+        ----------
+        folder
+            The folder.
+        overwrite
+            Whether to replace a report by scforge.
+
+        Raises
+        ------
+        OptionError
+            If one of the files exists and `overwrite` is False, or scforge did not write it.
         """
         self.check()
+        check_files("folder", Path(folder), REPORT_FILES, described_by="report.json", overwrite=overwrite)
         texts = {
             "json": json.dumps(self.to_dict(), indent=2) + "\n",
-            "csv": self.to_frame().to_csv(index=False),
+            "csv": without_formulas(self.to_frame()).to_csv(index=False),
             "html": self.to_html(),
             "md": self.to_markdown(),
         }
@@ -484,7 +500,8 @@ class Report:
             if not place.exists():
                 place = written.enter_context(atomic_folder(place, argument="folder"))
             for suffix, text in texts.items():
-                written.enter_context(atomic_path(place / f"report.{suffix}")).write_bytes(text.encode())
+                file = atomic_path(place / f"report.{suffix}", overwrite=overwrite, argument="folder")
+                written.enter_context(file).write_bytes(text.encode())
 
 
 def write_scores(
@@ -551,18 +568,19 @@ _STYLE = """
 
 def to_markdown(report: Report) -> str:
     """Return a report as Markdown."""
-    lines = [f"# {report.title}", ""]
-    lines += [f"- {name}: {value}" for name, value in report.facts.items()]
+    lines = [f"# {markdown(report.title)}", ""]
+    lines += [f"- {markdown(f'{name}: {value}')}" for name, value in report.facts.items()]
     if verdicts := report.verdicts():
-        lines += ["", *(f"- **{sentence}**" for sentence in verdicts)]
+        lines += ["", *(f"- **{markdown(sentence)}**" for sentence in verdicts)]
     for benchmark in report.benchmarks:
         if len(report.benchmarks) > 1:
-            lines += ["", f"## {benchmark}"]
+            lines += ["", f"## {markdown(benchmark)}"]
         columns = _columns(report, benchmark)
-        lines += ["", f"| {' | '.join(column.title for column in columns)} |", f"|{'---|' * len(columns)}"]
+        lines += ["", f"| {' | '.join(markdown(column.title) for column in columns)} |", f"|{'---|' * len(columns)}"]
         for row in zip(*(column.cells for column in columns), strict=True):
-            lines.append(f"| {' | '.join(f'**{text}**' if best else text for text, best in row)} |")
-    lines += ["", *report.notes]
+            texts = (f"**{markdown(text)}**" if best else markdown(text) for text, best in row)
+            lines.append(f"| {' | '.join(texts)} |")
+    lines += ["", *map(markdown, report.notes)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -674,6 +692,7 @@ def _picture(frame: pd.DataFrame, about: Measured) -> str:
         draw(frame, metrics=about.main, lower_is_better=about.lower_is_better, ax=ax)
         if benchmark := frame["benchmark"].iloc[0]:
             ax.set_xlabel(f"{ax.get_xlabel()}, of {benchmark}")
+            literal(ax)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=110)
     finally:

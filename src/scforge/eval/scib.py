@@ -16,7 +16,7 @@ import pandas as pd
 from scforge._checks import check_bool, check_choice, check_count
 from scforge.errors import DataError, OptionError, listing
 from scforge.eval.base import Benchmark, register_benchmark
-from scforge.eval.label_prediction import check_embedding, check_names, labeled, warn_of_missing
+from scforge.eval.label_prediction import check_embedding, check_names, texts_in
 
 if TYPE_CHECKING:
     from scib_metrics.benchmark import Benchmarker
@@ -123,8 +123,9 @@ class BatchIntegration(Benchmark):
 
     def _columns(self, obs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the rows of the scored cells, and their labels and batches."""
-        rows = np.flatnonzero(labeled(obs, self.labels_key) & labeled(obs, self.batch_key, argument="batch_key"))
-        labels, batches = (np.asarray(obs[key].iloc[rows].astype(str)) for key in (self.labels_key, self.batch_key))
+        columns = texts_in(obs, self.labels_key), texts_in(obs, self.batch_key, argument="batch_key")
+        rows = np.flatnonzero(columns[0].notna() & columns[1].notna())
+        labels, batches = (np.asarray(texts, dtype=object)[rows].astype(str) for texts in columns)
         n_labels, n_batches = len(np.unique(labels)), len(np.unique(batches))
         if len(rows) < _MIN_CELLS or min(n_labels, n_batches) < 2:
             found = f"{len(rows)} cells with {n_labels} labels and {n_batches} batches"
@@ -135,8 +136,8 @@ class BatchIntegration(Benchmark):
         pairs = pd.DataFrame({"label": labels, "batch": batches})
         n_cells, n_pairs = pairs.groupby("label").size(), pairs.drop_duplicates().groupby("label").size()
         if not ((n_pairs > 1) & (n_pairs < n_cells)).any():
-            columns = f"label of obs[{self.labels_key!r}] has cells of several batches of obs[{self.batch_key!r}]"
-            raise DataError(f"no {columns}, so batch mixing cannot be distinguished from biology; use other columns.")
+            named = f"label of obs[{self.labels_key!r}] has cells of several batches of obs[{self.batch_key!r}]"
+            raise DataError(f"no {named}, so batch mixing cannot be distinguished from biology; use other columns.")
         return rows, labels, batches
 
 
@@ -295,8 +296,7 @@ class Scib(Benchmark):
         self._rows(obs)
         if self.batch_key is not None:
             check_names(obs)
-            warn_of_missing(obs, self.batch_key, argument="batch_key")
-        warn_of_missing(obs, self.labels_key)
+        texts_in(obs, self.labels_key, warns=True)
 
     def describe(self, obs: pd.DataFrame) -> dict[str, str]:
         """Return the number of scored cells, and the units that are resampled for the intervals, if any."""
@@ -344,7 +344,7 @@ class Scib(Benchmark):
         size = min(len(rows) // 2, _DRAWN)
         if size <= _WIDEST:
             return None
-        labels, rng = obs[self.labels_key].iloc[rows], np.random.default_rng(seed)
+        labels, rng = texts_in(obs, self.labels_key)[rows], np.random.default_rng(seed)
         parts = [rows[_drawn(labels, size, rng)] for _ in range(n)]
         table = self._on_parts(check_embedding(embedding, len(obs)), obs, parts)
         n_drawn = len(parts[0])
@@ -389,10 +389,10 @@ class Scib(Benchmark):
         import anndata
         from scib_metrics.benchmark import BatchCorrection, Benchmarker, BioConservation
 
-        columns = pd.DataFrame(
-            {"label": obs[self.labels_key].astype(str).to_numpy()}, index=np.arange(len(obs)).astype(str)
-        )
-        columns["batch"] = "all" if self.batch_key is None else obs[self.batch_key].astype(str).to_numpy()
+        labels = np.asarray(texts_in(obs, self.labels_key), dtype=object)
+        columns = pd.DataFrame({"label": labels, "batch": "all"}, index=np.arange(len(obs)).astype(str))
+        if self.batch_key is not None:
+            columns["batch"] = np.asarray(texts_in(obs, self.batch_key, argument="batch_key"), dtype=object)
         before = next(iter(cells))  # not looked at where there is no pcr_comparison
         adata = anndata.AnnData(obs=columns, obsm=dict(cells))  # which it would add to
         if self.pre_integrated is not None:
@@ -434,13 +434,13 @@ class Scib(Benchmark):
     def _rows(self, obs: pd.DataFrame) -> np.ndarray:
         """Return the rows of the scored cells."""
         if self.batch_key is None:
-            rows = np.flatnonzero(labeled(obs, self.labels_key))
+            rows = np.flatnonzero(texts_in(obs, self.labels_key).notna())
         else:
             rows, _, _ = BatchIntegration(self.labels_key, self.batch_key)._columns(obs)
         if len(rows) <= _WIDEST:
             raise DataError(f"scib needs {_WIDEST} neighbors per cell, but there are {len(rows)} cells; score more.")
         if self.max_cells is not None and len(rows) > self.max_cells:
-            rows = rows[_drawn(obs[self.labels_key].iloc[rows], self.max_cells, np.random.default_rng(0))]
+            rows = rows[_drawn(texts_in(obs, self.labels_key)[rows], self.max_cells, np.random.default_rng(0))]
         if self.pre_integrated is not None:
             check_names(obs)
             names = obs.index[rows]
@@ -453,7 +453,7 @@ class Scib(Benchmark):
         return rows
 
 
-def _drawn(labels: pd.Series, size: int, rng: np.random.Generator) -> np.ndarray:
+def _drawn(labels: pd.Categorical, size: int, rng: np.random.Generator) -> np.ndarray:
     """Sample about `size` cells in proportion to the labels, rounded up, and return their positions in ascending order.
 
     The number of cells per label is fixed, because JAX recompiles for each size.

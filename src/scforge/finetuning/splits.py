@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from scforge._checks import check_share
+from scforge._columns import texts_of
 from scforge.data.splits import split_cells
 from scforge.errors import DataError, OptionError, listing, warn
 
@@ -105,7 +106,9 @@ def split_for(
     """
     rows = np.arange(n_cells) if usable is None else np.flatnonzero(usable)
     if groups is not None:
-        _check_groups(groups.iloc[rows], n_parts=1 + (test_size > 0) + (validation_size > 0))
+        texts = texts_of(groups, key=str(groups.name), argument="split_by")
+        names = sorted(texts[rows].dropna().unique())
+        _check_groups(str(groups.name), names, n_parts=1 + (test_size > 0) + (validation_size > 0))
         rest, test = split_cells(n_cells, test_size, seed, groups=groups, rows=rows)
         share = validation_size / (1 - test_size)
         train, validation = split_cells(n_cells, share, seed + 1, groups=groups, rows=rest)
@@ -124,9 +127,8 @@ def split_for(
     return Split(**{part: np.sort(np.concatenate(found)) for part, found in parts.items()})
 
 
-def _check_groups(groups: pd.Series, *, n_parts: int) -> None:
+def _check_groups(key: str, names: list[str], *, n_parts: int) -> None:
     """Raise :class:`~scforge.errors.DataError` if there are fewer groups than parts of the split."""
-    names = sorted(str(name) for name in groups.dropna().unique())
     if len(names) < n_parts:
         fix = "omit split_by to split by cell"
         if len(names) == 2:
@@ -135,7 +137,7 @@ def _check_groups(groups: pd.Series, *, n_parts: int) -> None:
                 "of one group and test cells of the other"
             )
         raise DataError(
-            f"split_by={groups.name!r} has {len(names)} group{'' if len(names) == 1 else 's'} with usable cells "
+            f"split_by={key!r} has {len(names)} group{'' if len(names) == 1 else 's'} with usable cells "
             f"({listing(names)}), but training, validation and test sets need {n_parts} groups; {fix}."
         )
 
@@ -200,9 +202,9 @@ def split_from(column: pd.Series, usable: np.ndarray | None, *, key: str) -> Spl
     DataError
         If there are no training cells, or the column contains other values.
     """
-    values = np.asarray(column, dtype=object)
-    missing = np.asarray(column.isna())
-    if unknown := sorted({str(value) for value in values[~missing]} - set(PARTS)):
+    texts = texts_of(column, key=key, argument="split_key")
+    values, missing = np.asarray(texts, dtype=object), texts.isna()
+    if unknown := sorted(set(texts.categories) - set(PARTS)):
         raise DataError(f"split_key={key!r} contains {listing(unknown)}; use only {listing(PARTS)}.")
     taking_part = ~missing if usable is None else ~missing & usable
     rows = {part: np.flatnonzero(taking_part & (values == part)) for part in PARTS}

@@ -16,8 +16,9 @@ import pandas as pd
 import torch
 from torch import nn
 
+from scforge._columns import texts_of
 from scforge.data.cells import Cells, CellSource
-from scforge.errors import DataError, listing
+from scforge.errors import DataError, listing, warn
 from scforge.eval.base import has_enough_groups
 from scforge.eval.baselines import BaselineInputs
 from scforge.eval.report import bootstrap_weights, compare_paired
@@ -101,6 +102,10 @@ class SupervisedTask(Task):
         """Return the number of cells that are not scored, by reason."""
         return {"n_unlabeled": int((~self.has_target(targets)).sum())}
 
+    def unknown_labels(self, column: Column) -> list[str]:
+        """Return the labels in a column that the model does not know."""
+        return []
+
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Look up the target of each cell."""
         self._targets = self.read(cells.column)
@@ -145,7 +150,8 @@ class SupervisedTask(Task):
         Warns
         -----
         ScforgeWarning
-            If there are fewer than four groups, so that there are no differences.
+            If there are fewer than four groups, so that there are no differences; or if cells are not scored, because
+            they have no label or one that the model does not know.
         """
 
         def column(key: str) -> pd.Series:
@@ -162,25 +168,50 @@ class SupervisedTask(Task):
         rows, truth = context.rows[known], targets[known]
         methods = {"scforge": self.estimate(context.predictor, rows)}
         if context.baselines and context.train_cells is not None and context.train_rows is not None:
-            inputs = BaselineInputs.of(context.train_cells, context.train_rows, context.cells, rows, seed=context.seed)
+            of_train = self.read(context.train_cells.column)
+            learned = self._still_labeled(of_train, context.train_rows)
+            inputs = BaselineInputs.of(context.train_cells, learned, context.cells, rows, seed=context.seed)
             if context.base is None or context.base_train is None:
                 warn_of_missing_base()
             else:
                 frozen = context.base_train.embedding(inputs.rows), context.base.embedding(rows)
                 inputs = replace(inputs, embeddings={FROZEN: frozen})
-            train_cells = context.train_cells
-            methods |= self.baselines(inputs, self.read(lambda key: train_cells.column(key).iloc[inputs.rows]))
+            methods |= self.baselines(inputs, of_train[inputs.rows])
         counts = {"n_scored": len(rows), **self.count_unscored(targets, column)}
+        self._warn_of_unscored(counts, len(known), column)
         scores = {name: self.scores(truth, found) for name, found in methods.items()}
         table = {name: {**values, **counts} for name, values in scores.items()}
         metrics = pd.DataFrame.from_dict(table, orient="index").rename_axis("method")
         tables = self.tables(truth, methods["scforge"])
         if context.intervals and len(methods) > 1:
             key = context.groups_key
-            groups = np.arange(len(rows)) if key is None else pd.factorize(column(key)[known])[0]
+            groups = np.arange(len(rows))
+            if key is not None:
+                groups = pd.factorize(texts_of(column(key)[known], key=key, argument="groups_key"))[0]
             if key is None or has_enough_groups(key, int(groups.max()) + 1):
                 tables["differences"] = self._differences(scores, truth, methods, groups, seed=context.seed)
         return Evaluated(metrics, tables)
+
+    def _still_labeled(self, targets: np.ndarray, train_rows: np.ndarray) -> np.ndarray:
+        """Return the training cells whose target is still known; labels may have been corrected since fine-tuning."""
+        learned = train_rows[self.has_target(targets[train_rows])]
+        if lacking := len(train_rows) - len(learned):
+            what = f"{self.argument}: {lacking} of {len(train_rows)} training cells no longer have a known value"
+            if not len(learned):
+                raise DataError(f"{what}; restore them, or pass baselines=False.")
+            warn(f"{what}; baselines are fitted on the others.")
+        return learned
+
+    def _warn_of_unscored(self, counts: Mapping[str, int], n_cells: int, column: Column) -> None:
+        """Warn about labels that the model does not know, and cells without a label."""
+        parts = []
+        if n_unknown := counts.get("n_unknown_label", 0):
+            unknown = listing(self.unknown_labels(column))
+            parts.append(f"{n_unknown} cells have labels that the model does not know ({unknown})")
+        if counts["n_unlabeled"]:
+            parts.append(f"{counts['n_unlabeled']} cells have no label")
+        if parts:
+            warn(f"{self.argument}: {' and '.join(parts)}; {counts['n_scored']} of {n_cells} cells are scored.")
 
     def _differences(
         self,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 
 from scforge._checks import check_choice
-from scforge._io import atomic_folder, parsed, read_json
+from scforge._io import atomic_folder, parsed, read_json, sha256_of
 from scforge._version import __version__
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError
@@ -334,9 +334,11 @@ def to_geneformer(model: Any, folder: str | os.PathLike[str], *, overwrite: bool
     with atomic_folder(folder, overwrite=overwrite) as place:
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in theirs.items()}
         save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
-        (place / "config.json").write_text(json.dumps(_config(model, options), indent=2) + "\n", encoding="utf-8")
         for name, content in _dictionaries(model.vocab).items():
             (place / name).write_bytes(pickle.dumps(content, protocol=4))
+        sums = {path.name: sha256_of(path) for path in sorted(place.glob("*.pkl"))}
+        config = _config(model, options) | {"sha256": sums}
+        (place / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _options(model: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -16,10 +15,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from scforge._io import atomic_folder, parsed, read_json, read_settled, sha256_of
+from scforge._version import __version__
 from scforge.errors import MissingFileError, ModelFileError, OptionError, did_you_mean, listing
 from scforge.hub.client import hub_api, hub_errors
-
-logger = logging.getLogger("scforge")
 
 Kind = Literal["model", "adapter"]
 
@@ -53,6 +51,24 @@ def kind_of_folder(folder: Path) -> Kind | None:
     return kind_of(path.name for path in folder.iterdir() if path.is_file())
 
 
+def shared_files(folder: Path) -> list[str]:
+    """Return the names of the files in a folder that are uploaded or copied.
+
+    Raises
+    ------
+    ModelFileError
+        If one of them is a link that leads out of the folder, as a link to a private file of the user would.
+    """
+    names = [name for name in SHARED_FILES if (folder / name).is_file()]
+    place = folder.resolve()
+    # In the hub's cache, each file is a link to a blob.
+    roots = (place, place.parent.parent / "blobs" if place.parent.name == "snapshots" else place)
+    for name in names:
+        if not any((place / name).resolve().is_relative_to(root) for root in roots):
+            raise ModelFileError(f"{str(folder / name)!r} is a link out of its folder; replace it with a file.")
+    return names
+
+
 def described_kind() -> str:
     """Return text for a message on the files that a model or an adapter requires."""
     return " or ".join(f"{kind} ({listing(needed)})" for kind, needed in _NEEDED.items())
@@ -76,17 +92,22 @@ def copy_model(
     source = Path(folder)
     with atomic_folder(output, overwrite=overwrite, argument="output") as place:
 
-        def copy() -> None:
-            for name in SHARED_FILES:
-                if (source / name).is_file():
-                    shutil.copyfile(source / name, place / name)
+        def copy(complete: Path) -> None:
+            for name in shared_files(complete):
+                shutil.copyfile(complete / name, place / name)
 
         read_settled(source, copy)
         kind = kind_of_folder(place)
         if kind is None:
             raise MissingFileError(f"folder={str(folder)!r} contains no {described_kind()}; pass a model folder.")
         if None not in origin:
-            content = {"repo_id": origin[0], "commit": origin[1], "sha256": sha256_of(place / _NEEDED[kind][0])}
+            names = [_NEEDED[kind][0], *([CARD] if (place / CARD).is_file() else [])]
+            content = {
+                "scforge_version": __version__,
+                "repo_id": origin[0],
+                "commit": origin[1],
+                "sha256": {name: sha256_of(place / name) for name in names},
+            }
             (place / ORIGIN_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return Path(output)
 
@@ -97,8 +118,11 @@ def origin_of(folder: Path) -> Origin:
     if kind is None or not (folder / ORIGIN_FILE).is_file():
         return None, None
     content = read_json(folder / ORIGIN_FILE)
-    is_same = content.get("sha256") == sha256_of(folder / _NEEDED[kind][0])
-    return (content.get("repo_id"), content.get("commit")) if is_same else (None, None)
+    sums = content.get("sha256") if isinstance(content, dict) else None
+    name = _NEEDED[kind][0]
+    if not isinstance(sums, dict) or sums.get(name) != sha256_of(folder / name):
+        return None, None
+    return content.get("repo_id"), content.get("commit")
 
 
 SCHEME = "scforge://"
@@ -184,10 +208,8 @@ def _entries() -> dict[str, tuple[_Entry, Path]]:
     return entries
 
 
-_HUB = "hf://"
+HUB = "hf://"
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_OF_TRAINING = re.compile(r".*/(final|last|best|(step|epoch)[=_-]?\d+)", re.IGNORECASE)
-"""Pattern of folders written in training; a missing folder of this form is a typo, not a hub repository."""
 
 
 @dataclass(frozen=True)
@@ -211,24 +233,21 @@ class FoundModel:
 
 
 def is_hub_name(name: object) -> bool:
-    """Return whether a name refers to the hub, not to a local folder.
+    """Return whether a name refers to the hub, i.e. begins with ``hf://``; any other path is local.
 
-    ``org/name`` is a folder if this folder or a folder ``org`` exists, or if the name matches a folder of a training
-    run. Otherwise, it is a repository.
+    A folder ``checkpoints/light`` that does not exist here could be a repository of anybody on the hub.
 
     Examples
     --------
-    >>> is_hub_name("hf://org/light"), is_hub_name("./org/light"), is_hub_name("light"), is_hub_name("run/final")
-    (True, False, False, False)
+    >>> is_hub_name("hf://org/light"), is_hub_name("org/light")
+    (True, False)
     """
-    if not isinstance(name, str):
-        return False
-    if name.startswith(_HUB):
-        return True
-    plain = name.rstrip("/")
-    if _REPO.fullmatch(plain) is None or _OF_TRAINING.fullmatch(plain) or Path(name).exists():
-        return False
-    return not Path(plain).parent.is_dir()
+    return isinstance(name, str) and name.startswith(HUB)
+
+
+def repository(name: str) -> str:
+    """Return the name of a repository, ``hf://org/name``, for ``org/name``; other names are returned unchanged."""
+    return f"{HUB}{name}" if _REPO.fullmatch(name) else name
 
 
 def is_registry_name(name: object) -> bool:
@@ -249,9 +268,9 @@ def resolve(
     Parameters
     ----------
     name_or_folder_or_repo_id
-        A folder; a Hugging Face Hub repository, ``"org/name"`` (or ``"hf://org/name@revision"``, if a folder has the
-        same name); or a registry name, ``"scforge://name"`` or ``"scforge://name@version"`` (see :func:`known_models`).
-        ``scModelForge://`` is read as ``scforge://``.
+        A folder; a Hugging Face Hub repository, ``"hf://org/name"`` or ``"hf://org/name@revision"``; or a registry
+        name, ``"scforge://name"`` or ``"scforge://name@version"`` (see :func:`known_models`). ``scModelForge://`` is
+        read as ``scforge://``.
     revision
         Branch, tag or commit of the repository. If None, uses the main branch.
     cache_dir
@@ -279,7 +298,7 @@ def resolve(
 
     Examples
     --------
-    >>> resolve("org/light", revision="v1")  # doctest: +SKIP
+    >>> resolve("hf://org/light", revision="v1")  # doctest: +SKIP
     """
     name = name_or_folder_or_repo_id
     return find_model(
@@ -306,7 +325,7 @@ def find_model(
         if registered is not None:
             return registered
     elif is_hub_name(name):
-        repo_id, _, written = str(name).removeprefix(_HUB).rstrip("/").partition("@")
+        repo_id, _, written = str(name).removeprefix(HUB).rstrip("/").partition("@")
         if written and revision is not None:
             raise OptionError(f"{prefix} contains a revision, but revision={revision!r} is given too; pass only one.")
         revision = written or revision
@@ -316,13 +335,7 @@ def find_model(
             raise OptionError(f"revision={revision!r} has no effect: {prefix} is a local folder; omit revision.")
         return FoundModel(folder, *origin_of(folder))
     assert repo_id is not None
-    is_bare = "://" not in str(name)
-    found = _fetch(repo_id, f"{prefix} (not a local folder)" if is_bare else prefix, revision, **access)
-    if is_bare:
-        logger.info(
-            "%s is not a local folder; using the hub repository %s at commit %s.", prefix, repo_id, found.commit
-        )
-    return found
+    return _fetch(repo_id, prefix, revision, **access)
 
 
 def _checked(folder: Path, prefix: str) -> Path:
@@ -330,7 +343,13 @@ def _checked(folder: Path, prefix: str) -> Path:
     if folder.is_dir():
         return folder
     what = "is a file" if folder.exists() else "does not exist"
-    raise MissingFileError(f"{prefix} {what}; pass a folder, a hub repository (hf://org/name) or scforge://name.")
+    raise MissingFileError(f"{prefix} {what}; pass a folder, {hub_hint(folder)} or scforge://name.")
+
+
+def hub_hint(folder: Path) -> str:
+    """Return text for a message on how to name a repository of the hub, which a path may be meant as."""
+    name = repository(folder.as_posix())
+    return f"{name} if it is a repository of the hub," if is_hub_name(name) else "a hub repository (hf://org/name)"
 
 
 def _fetch(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from scforge.errors import MissingFileError, ModelFileError, OptionError, listing
 from scforge.hub.client import hub_api, hub_errors
-from scforge.hub.finding import CARD, ORIGIN_FILE, SHARED_FILES, described_kind, kind_of, kind_of_folder
+from scforge.hub.finding import CARD, ORIGIN_FILE, SHARED_FILES, described_kind, kind_of, kind_of_folder, shared_files
 
 logger = logging.getLogger("scforge")
 
@@ -111,7 +111,7 @@ def send_model(
             f"revision={revision!r} does not work with create_pr=True, which targets the main branch; omit revision."
         )
     tell_left_behind(folder)
-    names = [name for name in SHARED_FILES if (folder / name).is_file()]
+    names = shared_files(folder)
     prefix = f"repo_id={repo_id!r}"
     with hub_errors(prefix, repo_id, revision):
         api = hub_api(token)

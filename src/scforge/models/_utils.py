@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from scforge._registry import check_options, check_switches
@@ -73,6 +75,53 @@ def without_weights() -> Iterator[None]:
     """Create modules that have the shapes of their weights only, on the device ``meta``."""
     with torch.device("meta"), _Undrawn():
         yield
+
+
+_MAX_PARTS = 20_000
+"""Maximum number of parts of a module; an encoder of 1,000 layers has about 10,000."""
+
+
+class _Bounded(TorchFunctionMode):
+    """Refuses a weight before it is created if the weights would take more than a number of bytes."""
+
+    def __init__(self, n_bytes: int | None) -> None:
+        super().__init__()
+        self._most, self._n_bytes = n_bytes, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if self._most is not None and func in (torch.empty, torch.zeros, torch.ones, torch.randn, torch.rand):
+            shape = given.get("size", args)
+            shape = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+            self._n_bytes += 4 * math.prod(shape)
+            if self._n_bytes > self._most:
+                raise OptionError(
+                    f"the model needs more than the {self._most / 1e9:,.1f} GB of available memory; choose smaller "
+                    "sizes, such as hidden_dim."
+                )
+        return func(*args, **given)
+
+
+@contextmanager
+def bounded(n_bytes: int | None = None) -> Iterator[None]:
+    """Raise an OptionError while a module is created that has too many parts, or weights of more than `n_bytes`.
+
+    This holds for every architecture and head, whatever its options are called.
+    """
+    n_parts = 0
+
+    def count(*_: Any) -> None:
+        nonlocal n_parts
+        n_parts += 1
+        if n_parts > _MAX_PARTS:
+            raise OptionError(f"the model has more than {_MAX_PARTS:,} parts; choose fewer layers.")
+
+    handle = register_module_module_registration_hook(count)
+    try:
+        with _Bounded(n_bytes):
+            yield
+    finally:
+        handle.remove()
 
 
 def count_parameters(model: nn.Module, *, trainable_only: bool = True) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from scforge._registry import Registry, check_options
@@ -33,6 +34,16 @@ MODELS: Registry[Any] = Registry(
 register_model, list_models = MODELS.register, MODELS.names
 
 
+_MAX_LAYERS = 1_000
+
+
+def check_layers(options: Mapping[str, Any]) -> None:
+    """Raise an OptionError for a number of layers that no model has; creating them would take all memory."""
+    for option, value in options.items():
+        if option.endswith("layers") and isinstance(value, int) and value > _MAX_LAYERS:
+            raise OptionError(f"{option}={value!r} is more than {_MAX_LAYERS:,} layers; choose fewer layers.")
+
+
 def get_model(name: str, config: ModelConfig) -> nn.Module:
     """Create the architecture registered as `name` from a configuration with ``vocab_size`` set.
 
@@ -50,7 +61,7 @@ def get_model(name: str, config: ModelConfig) -> nn.Module:
     Raises
     ------
     OptionError
-        If `name` is unknown. This error is a ``ValueError``.
+        If `name` is unknown, or there are too many layers. This error is a ``ValueError``.
     ValueError
         If ``config.vocab_size`` is None.
 
@@ -62,6 +73,7 @@ def get_model(name: str, config: ModelConfig) -> nn.Module:
     >>> type(model).__name__, model.num_parameters()
     ('GenePoolingModel', 1570)
     """
+    check_layers(config.user_options())
     return MODELS.get(name).from_config(config)
 
 
@@ -102,7 +114,8 @@ _OF_SCVI = {
 
 
 def check_model_options(name: str, options: dict[str, Any]) -> None:
-    """Raise :class:`~scforge.errors.OptionError` if an option is not an option of the architecture `name`."""
+    """Raise an OptionError if an option is not one of the architecture `name`, or there are too many layers."""
+    check_layers(options)
     known = option_names(name)
     if known is not None:
         found = {old: [new for new in names if new in known] for old, names in _OF_SCVI.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from scforge._text import literal
 from scforge.errors import OptionError
 from scforge.pl._style import new_axes
 
@@ -79,4 +80,5 @@ def training_curves(
     different = metric == "loss" and "loss" in held_out and not of_training <= held_out
     title = "sums of different terms" if different else None
     ax.legend(fontsize="small", framealpha=0.85, edgecolor="none", title=title, title_fontsize="x-small")
+    literal(ax)
     return ax

@@ -10,6 +10,7 @@ import numpy as np
 from scipy import sparse
 
 from scforge._checks import check_known
+from scforge._text import literal
 from scforge.errors import DataError
 from scforge.pl._style import COLORS, check_columns, legend_beside, new_axes
 
@@ -87,6 +88,7 @@ def precision_recall(
     ax.set(xlabel="recall", ylabel="precision", title=title, xlim=(0, 1), ylim=(0, top))
     ax.spines[["top", "right"]].set_visible(False)
     legend_beside(ax, title="area under the curve", title_fontsize="small", alignment="left")
+    literal(ax)
     return ax
 
 
@@ -162,6 +164,7 @@ def attention_heatmap(
     ax.set_yticks(range(n_shown), names, fontsize=size)
     ax.set(xlabel="to gene", ylabel="from gene")
     ax.tick_params(length=0)
+    literal(ax)
     return ax
 
 

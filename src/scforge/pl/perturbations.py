@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from scforge._checks import check_count
+from scforge._text import literal
 from scforge.errors import DataError, OptionError
 from scforge.pl._style import COLORS, KINDS, check_columns, name_rows, new_axes, say_undefined
 
@@ -88,6 +89,7 @@ def perturbation_scatter(
     figure = f"r = {np.corrcoef(x, y)[0, 1]:.2f}" if varies else "r is not defined: one value for all genes"
     ax.set_title(f"{title}: {figure}" if title else figure, fontsize="medium")
     ax.spines[["top", "right"]].set_visible(False)
+    literal(ax)
     return ax
 
 
@@ -170,6 +172,7 @@ def perturbation_ranks(table: pd.DataFrame, *, metric: str = "rank", ax: Axes | 
         ax.set_yticks(range(len(order)), [f"{name} ({count})" for name, count in zip(order, counts, strict=True)])
     number = f"{counts[0]} effects" if same else "number of effects in brackets"
     ax.set_xlabel(f"{metric.replace('_', ' ')} of the measured effect ({number}; bar: mean)")
+    literal(ax)
     return ax
 
 
@@ -235,4 +238,5 @@ def in_silico_ranking(
         ax.legend(frameon=False, loc="lower right", fontsize="small")
     name_rows(ax, list(names), from_top=True)
     ax.set(xlabel=f"{metric.replace('_', ' ')} (standard deviations of genes of similar expression)", title=title or "")
+    literal(ax)
     return ax

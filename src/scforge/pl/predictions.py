@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scforge._checks import check_known
+from scforge._columns import labels_of, texts_of
 from scforge._constants import UNS_KEY
+from scforge._text import literal
 from scforge.errors import DataError
 from scforge.pl._style import COLORS, check_columns, legend_beside, new_axes
 
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-_UNASSIGNED = "unassigned"
 _MAX_NUMBERS = 20
 
 
@@ -80,6 +81,7 @@ def confusion_matrix(
     ax.set(xlabel=f"predicted{_left_out(left_out)}", ylabel="true (cells)")
     ax.tick_params(length=0)
     ax.figure.colorbar(display.im_, ax=ax, label="share of the true class", fraction=0.05, pad=0.03)
+    literal(ax)
     return ax
 
 
@@ -94,6 +96,10 @@ def _counts(
     if truth is not None:
         columns = _columns(data, truth, f"scforge_{truth}" if predicted is None else predicted)
         columns.columns = ["label", "predicted"]
+        columns = columns.assign(
+            label=labels_of(columns["label"], key=truth, argument="truth", fractional=True),
+            predicted=texts_of(columns["predicted"], key=predicted or f"scforge_{truth}", argument="predicted"),
+        )
         known = columns.dropna()
         if not len(known):
             raise DataError(f"no cell has both a true class ({truth!r}) and a predicted class to plot.")
@@ -116,10 +122,10 @@ def _counts(
 
 
 def _columns(data: Any, *names: str) -> pd.DataFrame:
-    """Return columns of obs, or of a table, as objects."""
+    """Return columns of obs, or of a table."""
     frame = getattr(data, "obs", data)
     check_columns("data" if frame is data else "adata.obs", frame, names)
-    return frame[list(names)].astype(object)
+    return frame[list(names)]
 
 
 def calibration(
@@ -171,8 +177,9 @@ def calibration(
     confidence = f"{predicted}_confidence" if confidence is None else confidence
     columns = _columns(data, truth, predicted, confidence)
     columns.columns = ["truth", "predicted", "confidence"]
+    for name, key in (("truth", truth), ("predicted", predicted)):
+        columns = columns.assign(**{name: labels_of(columns[name], key=key, argument=name, fractional=True)})
     known = columns.dropna()
-    known = known[known["predicted"].astype(str) != _UNASSIGNED]
     if not len(known):
         raise DataError(f"no cell has a true class ({truth!r}), a predicted class and a confidence to plot.")
     sure = known["confidence"].to_numpy(dtype=np.float64)
@@ -195,6 +202,7 @@ def calibration(
     ax.set_title(f"calibration error {error:.3f}, {len(known):,} cells", fontsize="medium")
     ax.spines[["top", "right"]].set_visible(False)
     legend_beside(ax)
+    literal(ax)
     return ax
 
 

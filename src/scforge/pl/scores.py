@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scforge._checks import check_known
+from scforge._text import literal
 from scforge.errors import OptionError
 from scforge.pl._style import KINDS, check_columns, legend_beside, name_rows, new_axes, say_undefined
 
@@ -98,6 +99,8 @@ def metrics(
     handles = [Line2D([], [], color=KINDS[kind], marker=_MARKERS[kind], linestyle="", label=kind) for kind in shown]
     if len(shown) > 1:
         legend_beside(axes[-1], handles=handles)
+    for one in axes:
+        literal(one)
     return axes
 
 
@@ -209,6 +212,7 @@ def scib_table(report: Any, *, benchmark: str | None = None, ax: Axes | None = N
             ax.text((start + end) / 2, n_rows - 0.35, title, ha="center", va="top", color="0.35", fontsize=9)
             ax.plot([start - 0.4, end + 0.4], [n_rows - 0.42] * 2, color="0.6", linewidth=1, clip_on=False)
         start = end + 1
+    literal(ax)
     return ax
 
 

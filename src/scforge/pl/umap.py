@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from scforge._checks import check_known
+from scforge._text import literal
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -91,6 +92,7 @@ def embeddings(
             colorbar_loc="right" if key == last else None,
             na_in_legend=True,
         )
+        literal(ax)
         if adata.n_obs < _FEWEST:
             ax.set(xlabel="PC1", ylabel="PC2")
         if key == last and work.obs[column].dtype.kind == "f":  # a legend has a title in its entries, a bar has none

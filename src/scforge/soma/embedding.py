@@ -16,7 +16,7 @@ import torch
 from tqdm.auto import tqdm
 
 from scforge._checks import check_choice, check_count
-from scforge._io import atomic_path, check_folder, check_writable
+from scforge._io import atomic_path, check_output
 from scforge.errors import DataError, OptionError, spelled
 from scforge.soma.byte_data import Chunks
 from scforge.soma.documents import Document, Files, read_documents
@@ -176,7 +176,7 @@ def _embed(
     if names.has_duplicates:
         table = table.groupby(level=0, sort=False).mean()
     if output is not None:
-        with atomic_path(output) as temporary:
+        with atomic_path(output, overwrite=overwrite, argument="output") as temporary:
             if temporary.suffix == ".parquet":
                 table.to_parquet(temporary)
             elif temporary.suffix == ".npz":
@@ -189,11 +189,7 @@ def _embed(
 def _check_output(output: Path, overwrite: bool) -> None:
     if output.suffix not in _SUFFIXES:
         raise OptionError(f"output={str(output)!r} has an unknown format; it must end with {' or '.join(_SUFFIXES)}.")
-    check_folder("output", output.parent)
-    if output.exists() and not overwrite:
-        how = spelled("overwrite=True", "--overwrite")
-        raise OptionError(f"output={str(output)!r} exists; pass {how} or choose another name.")
-    check_writable("output", output)
+    check_output("output", output, overwrite=overwrite)
 
 
 @torch.inference_mode()

@@ -14,7 +14,10 @@ from pydantic import BaseModel, Field
 
 from scforge._io import parsed, read_json, read_settled, sha256_of, sha256_of_json
 from scforge._version import __version__
+from scforge.data.readers import available_memory
 from scforge.errors import MissingFileError, ModelFileError, OptionError, first_line
+from scforge.models._utils import bounded
+from scforge.models.registry import check_layers
 from scforge.soma.v1 import ARCHITECTURE_VERSION
 from scforge.soma.v1.configs import ModelConfig
 from scforge.soma.v1.torch import Model
@@ -29,6 +32,7 @@ _FORMAT = 1
 def write_model(folder: Path, model: Model, *, seq_len: int, facts: Mapping[str, Any]) -> None:
     """Write a model into a new folder; `facts` contains JSON-safe facts about its training."""
     model.save(folder / WEIGHTS)
+    (folder / README).write_text(_card(model, seq_len, facts), encoding="utf-8")
     content = {
         "format": _FORMAT,
         "scforge_version": __version__,
@@ -36,10 +40,10 @@ def write_model(folder: Path, model: Model, *, seq_len: int, facts: Mapping[str,
         "model": dataclasses.asdict(model.config),
         "seq_len": seq_len,
         "training": dict(facts),
+        "files": {README: sha256_of(folder / README)},
     }
     content["sha256"] = {WEIGHTS: sha256_of(folder / WEIGHTS), CONFIG: sha256_of_json(content, sort_keys=True)}
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    (folder / README).write_text(_card(model, seq_len, facts), encoding="utf-8")
 
 
 def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tuple[Model, int]:
@@ -61,7 +65,7 @@ def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tu
         path /= FINAL
     if missing := [name for name in (CONFIG, WEIGHTS) if not (path / name).is_file()]:
         raise MissingFileError(f"{argument}={str(path)!r} is not a byte-level language model: {missing[0]} is missing.")
-    return read_settled(path, lambda: _read(path))
+    return read_settled(path, _read)
 
 
 class _Description(BaseModel):
@@ -87,7 +91,9 @@ def _read(path: Path) -> tuple[Model, int]:
     for name, checksum in ((CONFIG, sha256_of_json(content, sort_keys=True)), (WEIGHTS, sha256_of(path / WEIGHTS))):
         if found.sha256.get(name) != checksum:
             raise ModelFileError(f"{str(path / name)!r} is corrupted: its checksum is wrong; copy the folder again.")
-    return Model.load(path / WEIGHTS, found.model).eval(), found.seq_len
+    check_layers(dataclasses.asdict(found.model))
+    with bounded(available_memory()):
+        return Model.load(path / WEIGHTS, found.model).eval(), found.seq_len
 
 
 def _card(model: Model, seq_len: int, facts: Mapping[str, Any]) -> str:

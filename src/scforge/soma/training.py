@@ -325,8 +325,7 @@ def train(
         found = _found(folder, resume)
         begin: Callable[[], None]
         if found is None:
-            if not overwrite:
-                folder.check_free(resumes=resume == _AUTO)
+            folder.check_free(resumes=resume == _AUTO, overwrite=overwrite)
             model, state, begin = Model(config, gradient_checkpointing=gradient_checkpointing), None, folder.clear
         else:
             path, state = found

@@ -298,14 +298,16 @@ class SaveOptions:
 
     def is_over(self, max_epochs: int, max_steps: int, patience: int | None) -> bool:
         """Return whether the training run to resume is already finished; `patience` is the early-stopping patience."""
-        if self.resume is None or self.resume["finished"] is None:
+        if self.resume is None:
             return False
-        stopped = [state for key, state in self.resume["callbacks"].items() if key.startswith("StopAfterWarmup")]
-        if self.resume["finished"] == "early" and stopped and (patience is None or patience > stopped[0]["patience"]):
-            return False
+        with restoring():
+            finished, callbacks = self.resume["finished"], self.resume["callbacks"]
+            stopped = [state["patience"] for key, state in callbacks.items() if key.startswith("StopAfterWarmup")]
+            if finished is None or (finished == "early" and stopped and (patience is None or patience > stopped[0])):
+                return False
         epochs_left = max_epochs == -1 or self.resume["epoch"] < max_epochs
         steps_left = max_steps == -1 or self.resume["step"] < max_steps
-        return self.resume["finished"] == "early" or not (epochs_left and steps_left)
+        return finished == "early" or not (epochs_left and steps_left)
 
 
 class SaveState(Checkpoint):
@@ -334,8 +336,8 @@ class SaveState(Checkpoint):
         """Restore the state that is required before the optimizer is created."""
         if self.saving.resume is None:
             return
-        pl_module.total_steps = self.saving.resume["total_steps"]
         with restoring():
+            pl_module.total_steps = self.saving.resume["total_steps"]
             self.data.go_on_with(self.saving.resume["data"])
         # The first epoch may be shorter, and Lightning reads the number of batches once.
         trainer.reload_dataloaders_every_n_epochs = 1
@@ -451,24 +453,54 @@ class SaveState(Checkpoint):
         return keyed
 
 
+OF_DATA = "data: "
+"""Prefix of the settings that are hashes of the data."""
+
+_GENES = {"vocab": "genes", "genes_per_cell": "genes of each cell"}
+"""Settings that describe the data although they lack the prefix, and their names in messages."""
+
+
 def check_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, where: str) -> None:
-    """Raise an error if the settings of a training run differ from those of a checkpoint.
+    """Raise an error if the settings or the data of a training run differ from those of a checkpoint.
 
     Raises
     ------
     OptionError
-        If a setting differs; the message names it.
+        If a setting or a part of the data differs; the message names it.
+
+    Warns
+    -----
+    ScforgeWarning
+        If the checkpoint was saved by an earlier version, without hashes of the data.
     """
-    names = [name for name in [*saved, *(set(now) - set(saved))] if saved.get(name) != now.get(name)]
+    unknown = [name.removeprefix(OF_DATA) for name in now if name.startswith(OF_DATA)]
+    if any(name.startswith(OF_DATA) for name in saved):
+        unknown = []
+    names = [name for name in [*saved, *sorted(set(now) - set(saved))] if saved.get(name) != now.get(name)]
+    names = [name for name in names if name.removeprefix(OF_DATA) not in unknown]
+    options = [name for name in names if not name.startswith(OF_DATA) and name not in _GENES]
+    data = ", ".join(_GENES.get(name, name.removeprefix(OF_DATA)) for name in names if name not in options)
+    if not names and unknown:
+        warn(
+            f"{where!r} was saved by an earlier version of scforge, so it is not known whether the data are the same "
+            f"({', '.join(unknown)})."
+        )
     if not names:
         return
+    ways = "start a new run in another folder or with overwrite=True"
+    if not options:
+        raise OptionError(
+            f"resume: the data differ from the data of the training run in {where!r} ({data}); use the same "
+            f"data to resume, or {ways}."
+        )
     shown = ", ".join(
-        f"{name}={saved.get(name)!r:.40} in the checkpoint, but {now.get(name)!r:.40} now" for name in names[:4]
+        f"{name}={saved.get(name)!r:.40} in the checkpoint, but {now.get(name)!r:.40} now" for name in options[:4]
     )
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    more = f", and {len(options) - 4} more" if len(options) > 4 else ""
+    more += f"; and in the data: {data}" if data else ""
     raise OptionError(
         f"resume: the settings differ from the settings of the training run in {where!r} ({shown}{more}); use the same "
-        "settings to resume, or start a new run in another folder or with overwrite=True."
+        f"settings to resume, or {ways}."
     )
 
 

@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 
 from scforge._checks import check_bool, check_count, check_seed
+from scforge._columns import texts_of
 from scforge.data.cells import CellBlock, Cells, named_column
 from scforge.data.sampling import Balance, CellOrder, CellWeights, ClassBalance
 from scforge.data.splits import split_cells
@@ -34,7 +35,8 @@ def _warn_of_shared_batches(cells: Cells, batch_key: str) -> None:
     except DataError:  # a single source
         return
     # Categories stay codes, also for millions of cells; cells without a batch do not count.
-    pairs = pd.DataFrame({"batch": cells.column(batch_key), "source": source}).dropna().drop_duplicates()
+    batches = texts_of(cells.column(batch_key), key=batch_key, argument="batch_key")
+    pairs = pd.DataFrame({"batch": batches, "source": np.asarray(source)}).dropna().drop_duplicates()
     if shared := sorted(pairs.loc[pairs["batch"].duplicated(), "batch"].unique()):
         warn(
             f"batch_key={batch_key!r}: batches with the same name in several sources are treated as one batch "
@@ -193,8 +195,8 @@ class CellDataModule(lightning.LightningDataModule):
                 named_column(cells, weight_by, argument="weight_by").iloc[self.train_rows].to_numpy(dtype=np.float64)
             )
         if balance_by is not None:
-            column = named_column(cells, balance_by, argument="balance_by")
-            classes = column.iloc[self.train_rows].astype("category").cat.codes
+            column = named_column(cells, balance_by, argument="balance_by").iloc[self.train_rows]
+            classes = texts_of(column, key=balance_by, argument="balance_by").codes
             self._balance = ClassBalance(
                 np.asarray(classes), warmup_epochs=balance_epochs, start=balance_start, end=balance_end
             )

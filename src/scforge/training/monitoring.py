@@ -24,8 +24,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from scforge._checks import check_choice
-from scforge._io import atomic_path, check_folder
+from scforge._io import atomic_path, check_files, check_folder
 from scforge._progress import announce, in_notebook
+from scforge._version import __version__
 from scforge.errors import DataError, OptionError
 from scforge.training.checkpoint import SavingError
 from scforge.training.devices import unchanged
@@ -116,12 +117,15 @@ class TableLogger(Logger):
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Write the settings of the run next to the table, as ``settings.json``."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with atomic_path(self.folder / "settings.json") as temporary:
-            temporary.write_text(json.dumps(dict(params), indent=2, default=str) + "\n", encoding="utf-8")
+        path, content = self.folder / "settings.json", {"scforge_version": __version__, **params}
+        check_files("log_dir", self.folder, [path.name], described_by=path.name, overwrite=True)
+        with atomic_path(path, overwrite=True, argument="log_dir") as temporary:
+            temporary.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
 
     def _rewrite(self, rows: Sequence[Mapping[str, Any]]) -> None:
         assert self._columns is not None
-        with atomic_path(self.path) as temporary, temporary.open("w", newline="", encoding="utf-8") as handle:
+        file = atomic_path(self.path, overwrite=True, argument="log_dir")
+        with file as temporary, temporary.open("w", newline="", encoding="utf-8") as handle:
             writer = csv.DictWriter(handle, self._columns, restval="")
             writer.writeheader()
             writer.writerows(rows)

@@ -58,6 +58,8 @@ def embed(
     ------
     OptionError
         If `rows` is empty.
+    TrainingError
+        If the embedding of a cell is not finite, e.g. because weights or counts are too large.
 
     Examples
     --------
@@ -128,8 +130,15 @@ def run_over(
                     f"{type(module).__name__} returned {given} for {len(at)} cells; encode must return one vector per "
                     "cell, as a tensor of shape (B, H)."
                 )
+            values = computed.float().cpu().numpy()
+            if not (is_finite := np.isfinite(values).all(axis=1)).all():
+                raise TrainingError(
+                    f"{type(module).__name__} computed NaN or infinite values for {np.count_nonzero(~is_finite)} of "
+                    f"{len(at)} cells (first: cell {wanted[at[~is_finite]].min()}); check its weights, and the counts "
+                    "of these cells for extreme values."
+                )
             if result is None:
-                result = np.empty((len(wanted), computed.shape[1]), dtype=np.float32)
-            result[at] = computed.float().cpu().numpy()
+                result = np.empty((len(wanted), values.shape[1]), dtype=np.float32)
+            result[at] = values
     assert result is not None
     return result if places is None else result[places]

@@ -5,16 +5,26 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from safetensors import SafetensorError
 
-from scforge._io import check_folder, read_json, remove_folder, sha256_of, sha256_of_json
+from scforge._io import (
+    check_folder,
+    is_model,
+    is_unedited,
+    locked,
+    others_in,
+    read_json,
+    remove_model,
+    remove_working,
+    sha256_of,
+    sha256_of_json,
+)
 from scforge._version import __version__
 from scforge.errors import MissingFileError, ModelFileError, OptionError, TrainingError, first_line, spelled, warn
 
@@ -109,6 +119,9 @@ def _pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
 FINAL = "final"
 """Name of the trained model in a run folder."""
 
+CONFIG_FILE = "config.yaml"
+"""Name of the configuration in a run folder."""
+
 _STATE, _TENSORS, _LOCK, _PART = "state.json", "state.safetensors", ".lock", "training"
 _PARTS = ("step=*", "epoch=*", FINAL)
 
@@ -148,12 +161,17 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
         state = unpack(content["state"], load_file(place / _TENSORS))
         if state["format"] != FORMAT:
             raise TrainingError(
-                f"the checkpoint {str(folder)!r} was saved with scforge {state.get('scforge_version')}, but this is "
-                f"scforge {__version__}; resume training with the version that saved the checkpoint."
+                f"the checkpoint {str(folder)!r} has the format {state['format']!r} (of scforge "
+                f"{state.get('scforge_version')}), but scforge {__version__} reads the format {FORMAT}; resume "
+                "training with the version that saved the checkpoint."
             )
+        if not all(isinstance(state[name], int) and state[name] >= 0 for name in ("epoch", "step")):
+            raise TypeError("epoch and step must be numbers")
+        if not isinstance(state["settings"], dict):
+            raise TypeError("settings must be a mapping")
     except ModelFileError:
         raise
-    except (OSError, ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
+    except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError, SafetensorError) as error:
         raise ModelFileError(f"{str(place / _STATE)!r} is not a training checkpoint: {first_line(error)}.") from error
     return state
 
@@ -201,7 +219,7 @@ class RunFolder:
 
     def parts(self) -> list[Path]:
         """Return the outputs of training runs: checkpoints (oldest first), best epochs, and the trained model."""
-        return [part for pattern in _PARTS for part in sorted(self.path.glob(pattern)) if part.is_dir()]
+        return [part for pattern in _PARTS for part in sorted(self.path.glob(pattern))]
 
     def models(self) -> list[Path]:
         """Return the outputs that are model folders."""
@@ -247,21 +265,37 @@ class RunFolder:
         """Return whether a checkpoint folder is inside this folder."""
         return self.path.resolve() in (state.parent.resolve(), state.resolve().parent)
 
-    def check_free(self, *, resumes: bool = False) -> None:
-        """Raise an error if the folder contains outputs of another training run.
+    def check_free(self, *, resumes: bool = False, overwrite: bool = False) -> None:
+        """Raise an error if the folder contains outputs of another training run, or files that a run would replace.
 
         Parameters
         ----------
         resumes
             Whether training resumes from the last checkpoint, or starts if there are no checkpoints. A run may have
             ended after saving its first best epoch but before saving its first checkpoint.
+        overwrite
+            Whether outputs of another training run may be replaced.
 
         Raises
         ------
         OptionError
             If the folder contains outputs; the message names the options.
         """
+        prefix, config = f"checkpoint_dir={str(self.path)!r}", self.path / CONFIG_FILE
+        if os.path.lexists(config) and not is_unedited(config):
+            raise OptionError(
+                f"{prefix} contains {CONFIG_FILE!r}, which training would replace, but which scforge did not write or "
+                "which has been edited; rename the file, or choose another folder."
+            )
         found = self.parts()
+        if others := [part for part in found if not resumes and not is_model(part)]:
+            inside = others_in(others[0]) if others[0].is_dir() and not others[0].is_symlink() else []
+            name = f"{others[0].name}/{inside[0]}" if inside else others[0].name
+            raise OptionError(
+                f"{prefix} contains {name!r}, which is not part of an scforge model; move it, or choose another folder."
+            )
+        if overwrite:
+            return
         if resumes and (self.states() or all(part.name.startswith("epoch=") for part in found)):
             return
         if found:
@@ -274,7 +308,7 @@ class RunFolder:
     def clear(self, *, states_only: bool = False) -> None:
         """Remove the outputs of training runs."""
         for part in self.states() if states_only else self.parts():
-            remove_folder(part)
+            remove_model(part)
 
     def go_back_to(self, step: int, n_epochs: int) -> None:
         """Remove checkpoints and epochs later than the checkpoint to resume from; the resumed run writes them again."""
@@ -283,12 +317,12 @@ class RunFolder:
                 number = part.name.removeprefix(f"{kind}=")
                 if part.is_dir() and number.isdecimal() and int(number) > most:
                     logger.info("%s was saved after the checkpoint to resume from and is removed.", part)
-                    remove_folder(part)
+                    remove_model(part)
 
     def keep_last(self, n: int) -> None:
         """Remove all checkpoints except the last `n`."""
         for part in self.states()[:-n]:
-            remove_folder(part)
+            remove_model(part)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -299,24 +333,22 @@ class RunFolder:
         OptionError
             If another training run has locked the folder, or it is not writable.
         """
-        lock = FileLock(self.path / _LOCK)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock.acquire(blocking=False)
-        except OSError as error:
-            taken = isinstance(error, Timeout)
-            problem = (
-                "is in use by another training run" if taken else f"cannot be written to ({error.strerror or error})"
-            )
-            wait = "wait for that run to finish, or " if taken else ""
-            raise OptionError(f"checkpoint_dir={str(self.path)!r} {problem}; {wait}choose another folder.") from error
-        try:
-            for pattern in (".step=*", ".epoch=*", f".{FINAL}.*"):
-                for part in self.path.glob(pattern):  # incomplete outputs of killed processes
-                    if part.is_dir():
-                        shutil.rmtree(part, ignore_errors=True)
-                    else:
-                        part.unlink(missing_ok=True)
+        with ExitStack() as stack:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(self.path / _LOCK, blocking=False))
+            except OSError as error:
+                taken = isinstance(error, Timeout)
+                problem = (
+                    "is in use by another training run"
+                    if taken
+                    else f"cannot be written to ({error.strerror or error})"
+                )
+                wait = "wait for that run to finish, or " if taken else ""
+                raise OptionError(
+                    f"checkpoint_dir={str(self.path)!r} {problem}; {wait}choose another folder."
+                ) from error
+            for pattern in _PARTS:
+                for name in {part.name.split(".")[1] for part in self.path.glob(f".{pattern}.*.saving")}:
+                    remove_working(self.path, f".{name}")  # of killed processes
             yield
-        finally:
-            lock.release()

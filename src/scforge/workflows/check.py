@@ -15,9 +15,10 @@ from scforge._registry import check_options
 from scforge.config.aliases import get_option, shown, without_secrets
 from scforge.config.load import dump_yaml
 from scforge.config.schema import Config, DataConfig, ModelConfig
+from scforge.data.paths import is_unfinished
 from scforge.data.readers import is_url, open_streams
 from scforge.data.sources import open_cells
-from scforge.data.store import is_store, partial_path
+from scforge.data.store import is_store
 from scforge.data.vocab import FROM_DATA, GeneVocab, open_vocab
 from scforge.datasets.cards import DatasetCard, get_card, list_cards
 from scforge.datasets.loading import find_file
@@ -388,7 +389,7 @@ def _check_columns(config: Config) -> None:
     if any(is_url(path) for path in paths):
         return
     columns = columns_of_data(data, [] if config.finetune is None else named_columns(config))
-    if len(paths) == 1 and (is_store(paths[0]) or partial_path(paths[0]).exists()):
+    if len(paths) == 1 and (is_store(paths[0]) or is_unfinished(paths[0])):
         open_cells(paths[0], obs=columns, layer=data.layer, gene_key=data.gene_key, modality=data.modality)
         return
     for stream in open_streams(paths, layer=data.layer, modality=data.modality):

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 import warnings
@@ -18,7 +19,6 @@ import h5py
 import numpy as np
 import torch
 from anndata import AnnData
-from filelock import FileLock
 
 from scforge._checks import check_count
 from scforge._constants import AUTO_KEY, UNS_KEY
@@ -27,18 +27,29 @@ from scforge._io import (
     atomic_write_text,
     check_folder,
     check_writable,
+    locked,
     new_h5,
-    put_back,
+    others_in_store,
     read_json,
     sha256_of_json,
     swap_in,
 )
+from scforge._opening import check_h5
 from scforge.data.cells import Cells, CellSource
 from scforge.data.paths import is_url
 from scforge.data.readers import Location, is_query, open_streams, table_digest
 from scforge.data.sources import AUTO, open_cells, read_h5ad
 from scforge.data.store import StoreCells, StoreInfo, is_store
-from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, warn
+from scforge.errors import (
+    DataError,
+    GeneMismatchError,
+    MissingFileError,
+    ModelFileError,
+    NotTrainedWarning,
+    OptionError,
+    listing,
+    warn,
+)
 from scforge.estimators.base import CellModel
 from scforge.models.components.gene_vectors import check_filled
 from scforge.training.predict import embed
@@ -108,6 +119,7 @@ def source_identity(source: Any, cells: Cells, *, layer: str | None, gene_key: s
     )
 
 
+_PLAN = "plan.json"
 _MARK = "scforge_embedding"
 """Root attribute of an output with the hash of its plan. Only outputs with this attribute may be replaced."""
 
@@ -155,7 +167,6 @@ class EmbeddingFiles:
             If the output exists and is not an embedding, and so must not be replaced.
         """
         output = self.output
-        put_back(output)
         if not output.exists():
             return None
         if output.is_dir() != self._is_zarr:
@@ -163,10 +174,15 @@ class EmbeddingFiles:
             raise OptionError(f"{self._prefix} is {what}; choose another name.")
         if self._is_zarr and not any(output.iterdir()):
             return None
-        found = _mark_of(output)
-        if found is None:
+        mark = _mark_of(output)
+        if mark is None:
             raise OptionError(f"{self._prefix} exists and is not an embedding written by scforge; choose another name.")
-        return found
+        if others := others_in_store(output) if self._is_zarr else []:
+            raise OptionError(
+                f"{self._prefix} contains {listing(others)}, which scforge did not write; move it, or choose another "
+                "name."
+            )
+        return mark
 
     def begin(self, plan: dict[str, Any], *, alone: bool) -> bool:
         """Create the folder, or resume from an existing folder; return False if the output is already complete.
@@ -186,7 +202,7 @@ class EmbeddingFiles:
         with self._locked():
             # Of several processes the last may come when the others have finished: it must not begin again.
             if self.is_complete(plan) and not (self.overwrite and alone):
-                shutil.rmtree(self.folder, ignore_errors=True)  # of a process killed after its last step
+                self._remove()  # of a process killed after its last step
                 return False
             if not self.overwrite and self.mark() not in (None, sha256_of_json(plan, sort_keys=True)):
                 raise OptionError(
@@ -200,10 +216,10 @@ class EmbeddingFiles:
                         f"an unfinished embedding in {str(self.folder)!r} {_difference(begun or {}, plan)}; use the "
                         "same settings to resume, or pass overwrite=True (--overwrite) to start again."
                     )
-                shutil.rmtree(self.folder)
+                self._remove()
             self.folder.mkdir(exist_ok=True)
             if begun != plan:
-                atomic_write_text(self.folder / "plan.json", json.dumps(plan))
+                atomic_write_text(self.folder / _PLAN, json.dumps(plan), overwrite=True)
         return True
 
     def path_of(self, block: int) -> Path:
@@ -211,9 +227,20 @@ class EmbeddingFiles:
         return self.folder / f"{block}.npy"
 
     def write(self, block: int, embedding: np.ndarray) -> None:
-        """Write the embedding of a block of cells, float32, shape (cells of the block, D)."""
-        with atomic_path(self.path_of(block)) as temporary, temporary.open("wb") as file:
+        """Write the embedding of a block of cells, float32, shape (cells of the block, D), with its checksum."""
+        with atomic_path(self.path_of(block), overwrite=True) as temporary, temporary.open("wb") as file:
             np.save(file, embedding)
+            file.write(hashlib.sha256(embedding.tobytes()).digest())
+
+    def _read(self, block: int, plan: dict[str, Any]) -> np.ndarray:
+        path = self.path_of(block)
+        n_cells = min(plan["block_size"], plan["n_cells"] - block * plan["block_size"])
+        with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+            embedding = np.load(file, allow_pickle=False)
+            is_whole = (embedding.shape, embedding.dtype) == ((n_cells, plan["n_latent"]), np.dtype(np.float32))
+            if is_whole and file.read() == hashlib.sha256(embedding.tobytes()).digest():
+                return embedding
+        raise DataError(f"{str(path)!r} is not an intact block of the embedding; remove it and run the command again.")
 
     def finish(
         self, plan: dict[str, Any], n_blocks: int, make: Callable[[], AnnData], copy: Callable[[Any], None]
@@ -232,11 +259,11 @@ class EmbeddingFiles:
         with self._locked():
             if not self.folder.exists() or not all(self.path_of(block).exists() for block in range(n_blocks)):
                 return
-            parts = (np.load(self.path_of(block)) for block in range(n_blocks))
+            parts = (self._read(block, plan) for block in range(n_blocks))
             result = self.folder / ("result.zarr" if self._is_zarr else "result.h5ad")
             _write(result, make(), parts, plan, copy)
             swap_in(result, self.output)
-            shutil.rmtree(self.folder)
+            self._remove()
 
     def is_complete(self, plan: dict[str, Any]) -> bool:
         """Return whether the output exists and matches `plan`."""
@@ -246,17 +273,31 @@ class EmbeddingFiles:
     def _locked(self) -> Iterator[None]:
         """Acquire the lock of the output, and hold it."""
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(self._lock):
-            try:
-                yield
-            finally:
-                if not self.folder.exists():
-                    # A process that waits for it checks the output next.
-                    self._lock.unlink(missing_ok=True)
+        # A process that waits for it checks the output next.
+        with locked(self._lock):
+            yield
 
     def _begun(self) -> dict[str, Any] | None:
-        path = self.folder / "plan.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        """Return the plan in the folder, or None if there is none. Raises an OptionError if the folder is a user's."""
+        if not os.path.lexists(self.folder):
+            return None
+        is_folder = self.folder.is_dir() and not self.folder.is_symlink()
+        names = [part.name for part in self.folder.iterdir()] if is_folder else []
+        own = re.compile(r"\d+\.npy|result\.(zarr|h5ad)|plan\.json|\.(\d+|plan)\.[0-9a-f]{8}\.(npy|json)")
+        if not is_folder or not all(map(own.fullmatch, names)):
+            raise OptionError(
+                f"{self._prefix} would be computed in {str(self.folder)!r}, which is not an unfinished embedding by "
+                "scforge; move it, or choose another name."
+            )
+        try:
+            plan = read_json(self.folder / _PLAN)
+        except (MissingFileError, ModelFileError):
+            return {} if names else None
+        return plan if isinstance(plan, dict) else {}
+
+    def _remove(self) -> None:
+        if self._begun() is not None:
+            shutil.rmtree(self.folder)
 
 
 def _write(
@@ -266,7 +307,8 @@ def _write(
     import zarr
 
     if path.suffix == ".zarr":
-        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():  # of a process that was killed while it assembled the output
+            shutil.rmtree(path)
         root = zarr.open_group(path, mode="w", zarr_format=3)
         _fill(root, adata, parts, plan, copy)
         with warnings.catch_warnings():
@@ -309,6 +351,8 @@ def _mark_of(path: Path) -> str | None:
 
 
 def _difference(begun: dict[str, Any], plan: dict[str, Any]) -> str:
+    if not begun:
+        return "has no intact plan"
     name = next(name for name in plan if begun.get(name) != plan[name])
     how = {
         "model": "another model (other weights, options or genes)",
@@ -472,7 +516,7 @@ def embed_to(
     if not model.is_trained_:
         warn("The model is not trained; its embedding is random.", NotTrainedWarning)
     before = model.device
-    model._move_to(chosen_device(device))
+    model.to_device(chosen_device(device))
     try:
         cells = _open(model, source)
         kept = _with_genes(model, source) if counts else None
@@ -487,7 +531,7 @@ def embed_to(
         hidden = not progress_bar or rank != 0
         return _embed_blocks(model, cells, kept, files, plan, rank, world_size, batch_size=batch_size, hidden=hidden)
     finally:
-        model._move_to(before)
+        model.to_device(before)
 
 
 def _embed_blocks(
@@ -576,6 +620,7 @@ def _with_genes(model: CellModel, source: Any) -> AnnData | Path | None:
 def _copy_parts(path: Path, root: h5py.File, names: list[str], *, without: str) -> None:
     """Copy parts of an h5ad file into another one, a block at a time, except for one name."""
     with h5py.File(path, "r") as source:
+        check_h5(source, str(path))
         for name in names:
             if name in source:
                 if name in root:

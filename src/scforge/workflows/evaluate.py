@@ -11,6 +11,7 @@ import pandas as pd
 from anndata import AnnData
 
 from scforge._constants import UNS_KEY
+from scforge._text import without_formulas
 from scforge.errors import OptionError, listing
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.evaluate import evaluate_models
@@ -132,7 +133,7 @@ def evaluate_to(
             )
         models = {name: _load(folder, learned) for name, folder in zip(models, folders, strict=True)}
     for one in models.values():
-        one._move_to(chosen_device(device))
+        one.to_device(chosen_device(device))
     options |= {"baselines": baselines, "batch_size": batch_size, "seed": seed}
     if by_task:
         return _evaluate_task(models["scforge"], source, output, trained_on, device, overwrite=overwrite, **options)
@@ -167,19 +168,19 @@ def _evaluate_task(
     base = None
     if base_model is not None:
         base = load_named(base_model, f"base_model={str(base_model)!r} (--base-model)")
-        base._move_to(chosen_device(device))
+        base.to_device(chosen_device(device))
     adata = in_memory(source)
     options.setdefault("intervals", path is not None)
     found = tuned.evaluate(source if adata is None else adata, base=base, **options)
     assert isinstance(found, pd.DataFrame)
     if path is not None:
-        write(path, found)
+        write(path, without_formulas(found), overwrite=overwrite)
     if differences_path is not None:
         differences = None if adata is None else adata.uns[UNS_KEY].get("metrics_differences")
         if differences is None:  # those of an earlier evaluation do not belong to these scores
             differences_path.unlink(missing_ok=True)
         else:
-            write(differences_path, differences.set_index("method"))
+            write(differences_path, without_formulas(differences.set_index("method")), overwrite=overwrite)
     return found
 
 
@@ -209,9 +210,9 @@ def _evaluate_embeddings(
         return report
     if Path(output).suffix == _TABLE:
         frame = report.to_frame()
-        write(output, frame.set_index(frame.columns[0]))
+        write(output, without_formulas(frame.set_index(frame.columns[0])), overwrite=overwrite)
     else:
-        report.write(output)
+        report.write(output, overwrite=overwrite)
     return report
 
 

@@ -12,7 +12,10 @@ import pandas as pd
 from anndata import AnnData
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from scforge._columns import texts_of
+from scforge._constants import EVALUATION_FILE
 from scforge._io import atomic_write_text
+from scforge._text import without_formulas
 from scforge.config.schema import Config
 from scforge.errors import OptionError, listing, suggest
 from scforge.estimators.encoder import Encoder
@@ -33,7 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("scforge")
 
-EVALUATION_FILE = "evaluation.csv"
 """Name of the table of scores in ``output.checkpoint_dir``."""
 
 _PERTURBED = ("perturbation", "condition")
@@ -104,12 +106,13 @@ def finetune_from_config(
         model = base.finetune({"name": section.task, **options}, source, **how)
     if rank_zero_only.rank:
         return FinetuningResult(model, None)
-    outputs_of(model, source, config)
+    outputs_of(model, source, config, overwrite=overwrite or resume is not None)
     metrics: Any = None
     if section.evaluate:
         metrics = model.evaluate(seed=config.seed, intervals=False)
         if config.output.checkpoint_dir is not None:
-            atomic_write_text(Path(config.output.checkpoint_dir) / EVALUATION_FILE, metrics.to_csv())
+            path = Path(config.output.checkpoint_dir) / EVALUATION_FILE
+            atomic_write_text(path, without_formulas(metrics).to_csv(), overwrite=overwrite or resume is not None)
     return FinetuningResult(model, metrics)
 
 
@@ -187,7 +190,9 @@ def _found_in_cells(task: str, options: dict[str, Any], source: AnnData | Cells)
         if key is None or key not in columns:
             raise OptionError(f"perturbation_key={key!r} is not a column of obs{suggest(key, columns, 'available')}")
         values = source.obs[key] if isinstance(source, AnnData) else source.column(key)
-        found["control"] = _the_one(_CONTROLS, [str(value) for value in values.unique()], "control", task)
+        found["control"] = _the_one(
+            _CONTROLS, texts_of(values, key=key, argument="perturbation_key").categories, "control", task
+        )
     taken = " and ".join(f"finetune.{name}={value!r}" for name, value in found.items())
     logger.info("Using %s, as found in the cells.", taken)
     return found

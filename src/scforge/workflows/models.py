@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 from scforge._io import check_folder, check_writable
 from scforge.data.paths import is_url
 from scforge.errors import DataError, MissingFileError, OptionError, first_line
-from scforge.hub.finding import FoundModel, copy_model, find_model, is_hub_name, is_registry_name, kind_of_folder
+from scforge.hub.finding import (
+    FoundModel,
+    copy_model,
+    find_model,
+    hub_hint,
+    is_hub_name,
+    is_registry_name,
+    kind_of_folder,
+    repository,
+    shared_files,
+)
 from scforge.hub.uploading import is_own_card, tell_left_behind, upload
 from scforge.training.run_folder import RunFolder
 
@@ -32,7 +42,7 @@ def check_model_folder(path: str | os.PathLike[str], prefix: str) -> Path:
     Parameters
     ----------
     path
-        Name given by the user: a folder, ``"org/name"``, ``"hf://org/name@revision"`` or ``"scforge://name@version"``.
+        Name given by the user: a folder, ``"hf://org/name@revision"`` or ``"scforge://name@version"``.
     prefix
         Prefix of error messages, which shows how the name was given, e.g. ``"model='ckpt' (--model)"``.
 
@@ -71,7 +81,7 @@ def check_local_model(path: str | os.PathLike[str], prefix: str, *, adapters: bo
     """
     if is_shared_name(path):
         return
-    fix = "pass the folder of a model, e.g. ckpt/final, or a model on the hub, e.g. hf://org/name"
+    fix = f"pass the folder of a model, e.g. ckpt/final, {hub_hint(Path(path))} or scforge://name"
     folder = _folder(path, prefix, fix)
     if not (adapters and kind_of_folder(folder) == "adapter"):
         _check_holds_model(folder, prefix)
@@ -146,6 +156,7 @@ def push_folder(
     told: dict[str, Any] = {"license": license, "data": data, "citation": citation}
     told["metrics"] = None if metrics is None else _table(metrics)
     given = [name for name, value in told.items() if value is not None]
+    shared_files(path)
     card = _card_of_others(path)
     if card is not None and given:
         raise OptionError(
@@ -164,10 +175,10 @@ def push_folder(
 def _card_of_others(folder: Path) -> str | None:
     """Return the card in a folder, or None if it is missing or was written by scforge."""
     path = folder / "README.md"
+    if not path.is_file():
+        return None
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
     except ValueError as error:
         raise DataError(f"{str(path)!r} is not UTF-8 text ({first_line(error)}); convert or remove it.") from error
     return None if is_own_card(text) else text
@@ -181,7 +192,7 @@ def pull_folder(
     Parameters
     ----------
     name
-        See :func:`scforge.hub.resolve`.
+        Name of a repository, ``"org/name"``, or another name, see :func:`scforge.hub.resolve`.
     output
         Folder to create. Its ``origin.json`` stores the repository and the commit.
     overwrite
@@ -201,13 +212,14 @@ def pull_folder(
     if output is not None:
         check_folder("output", output)
         check_writable("output", output)
-        place = Path(output)
-        if not overwrite and place.is_dir() and any(place.iterdir()):
+        folder = Path(output)
+        if not overwrite and folder.is_dir() and any(folder.iterdir()):
             raise OptionError(
                 f"output={str(output)!r} (--output) exists and is not empty; pass overwrite=True (--overwrite) to "
                 "replace it."
             )
-    found = find_model(name, prefix=f"name={name!r}", **options)
+    # Unlike loading, pulling always asks the hub for a name that is no folder.
+    found = find_model(name if Path(name).is_dir() else repository(name), prefix=f"name={name!r}", **options)
     if output is None:
         return found.folder
     return copy_model(found.folder, output, overwrite=overwrite, origin=(found.repo_id, found.commit))

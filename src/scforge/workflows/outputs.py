@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scforge._io import check_folder, check_writable
+from scforge._constants import REPORT_FILES
+from scforge._io import check_files, check_output
 from scforge.errors import OptionError
 
 _TABLE = ".csv"
@@ -20,15 +21,9 @@ def check_ending(output: str | os.PathLike[str], endings: Sequence[str]) -> None
 
 
 def output_file(output: Any, endings: list[str], *, overwrite: bool, inputs: list[Any]) -> Path:
-    """Return the path of a file to write. Raises an :class:`~scforge.errors.OptionError` if it is not writable."""
-    path, prefix = Path(output), f"output={str(output)!r}"
+    """Return the path of a file to write, see :func:`scforge._io.check_output`."""
     check_ending(output, endings)
-    if any(path.resolve() == Path(one).resolve() for one in inputs):
-        raise OptionError(f"{prefix} is the input file; choose another name.")
-    if path.is_dir() or (path.exists() and not overwrite):
-        raise OptionError(f"{prefix} exists; choose another name, or pass overwrite=True (--overwrite) to replace it.")
-    check_writable("output", path)
-    return path
+    return check_output("output", output, overwrite=overwrite, inputs=inputs)
 
 
 def check_scores(path: Path, *, overwrite: bool, inputs: list[Any]) -> None:
@@ -38,10 +33,4 @@ def check_scores(path: Path, *, overwrite: bool, inputs: list[Any]) -> None:
         return
     if path.suffix and not path.is_dir():
         raise OptionError(f"output={str(path)!r} must be a .csv file or a folder.")
-    check_folder("output", path)
-    check_writable("output", path)
-    if (path / "report.json").exists() and not overwrite:
-        raise OptionError(
-            f"output={str(path)!r} already contains a report; choose another folder, or pass overwrite=True "
-            "(--overwrite) to replace the report."
-        )
+    check_files("output", path, REPORT_FILES, described_by="report.json", overwrite=overwrite)

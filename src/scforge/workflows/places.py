@@ -10,14 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from scforge._io import check_folder, check_writable
+from scforge._constants import EVALUATION_FILE
+from scforge._io import check_folder, check_output, check_writable, is_unedited
 from scforge._lazy import process_rank
 from scforge.config.aliases import ALIASES
 from scforge.config.load import load_config
 from scforge.config.schema import Config, FinetuneConfig
 from scforge.data.paths import check_exists, is_url
 from scforge.errors import ConfigError, OptionError, ScforgeError
-from scforge.training.run_folder import RunFolder, check_state
+from scforge.training.run_folder import CONFIG_FILE, RunFolder, check_state
 
 _AUTO = "auto"
 
@@ -114,12 +115,11 @@ def _check_embedding(config: Config, *, replaces: bool) -> None:
         return
     output = Path(config.output.embedding)
     place, prefix = output.resolve(), f"output.embedding={str(output)!r}"
+    check_output("output.embedding", output, overwrite=replaces)
     read = [*(config.data.paths or []), *config.eval.datasets.values()]
     files = [Path(path).resolve() for path in read if not is_url(path)]
     if any(file == place or place.match(str(file)) for file in files):  # or what a pattern would find
         raise ConfigError(f"{prefix} is an input file and would be overwritten; choose another name.")
-    if output.exists() and not replaces:
-        raise ConfigError(f"{prefix} exists; choose another name, or pass overwrite=True (--overwrite) to replace it.")
 
 
 def check_start(config: Config, *, resume: Any, overwrite: bool) -> None:
@@ -158,8 +158,16 @@ def check_run(config: Config, *, resume: Any, overwrite: bool) -> None:
     if state is not None:
         check_state(state, run)
     # Of several processes the first alone looks whether the folder is free.
-    if run is not None and not overwrite and not process_rank() and (state is None or not run.holds(state)):
-        run.check_free(resumes=resume == _AUTO)
+    if run is None or process_rank():
+        return
+    run.check_free(resumes=resume == _AUTO or (state is not None and run.holds(state)), overwrite=overwrite)
+    if config.finetune is not None and config.finetune.evaluate and os.path.lexists(run.path / EVALUATION_FILE):
+        check_output("evaluation", run.path / EVALUATION_FILE, overwrite=overwrite or resume is not None)
+        if not is_unedited(run.path / CONFIG_FILE):
+            raise OptionError(
+                f"checkpoint_dir={str(run.path)!r} contains {EVALUATION_FILE!r}, which scforge did not write; rename "
+                "the file, or choose another folder."
+            )
 
 
 def check_trains(config: Config) -> None:

@@ -72,7 +72,7 @@ def predict_to(
             f"{prefix} was not fine-tuned, so it has no task; run scforge finetune --base-model {model} first, or "
             "run scforge embed to embed the cells."
         )
-    tuned._move_to(chosen_device(device))
+    tuned.to_device(chosen_device(device))
     task = tuned._own_task() or tuned.objective
     assert isinstance(task, Task)
     adata = in_memory(source)
@@ -86,16 +86,16 @@ def predict_to(
     cells = tuned._cells(source) if adata is None else adata
     found = tuned.predict(cells, batch_size=batch_size, **options)
     if isinstance(found, AnnData):
-        write(path, found)
+        write(path, found, overwrite=overwrite)
         return f"{found.n_obs:,} x {found.n_vars:,} predicted values"
     if path.suffix == _CELLS:
         assert adata is not None
-        write(path, adata)
+        write(path, adata, overwrite=overwrite)
     else:
         table = pd.DataFrame(found).rename_axis("cell")
         if task.learns_labels and (parts := tuned._parts_of(tuned._cells(cells))) is not None:
             table[f"{options.get('key_added') or 'scforge'}_split"] = parts
-        write(path, table)
+        write(path, table, overwrite=overwrite)
     return f"{len(found):,} cells"
 
 

@@ -17,7 +17,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import Callback
 
 from scforge._constants import OBSM_KEY
-from scforge._io import atomic_path, atomic_write_text
+from scforge._io import atomic_path, atomic_write_text, is_unedited, signed
 from scforge._version import __version__
 from scforge.config.load import dump_config
 from scforge.config.schema import Config, DataConfig, OutputConfig
@@ -33,7 +33,7 @@ from scforge.estimators.setup import class_of_architecture
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import ensure_devices
 from scforge.training.options import TrainOptions
-from scforge.training.run_folder import FINAL, RunFolder
+from scforge.training.run_folder import CONFIG_FILE, FINAL, RunFolder
 from scforge.workflows.check import (
     check_benchmarks,
     check_settings,
@@ -131,10 +131,6 @@ def _columns(data: DataConfig, more: Sequence[str]) -> list[str] | None:
     return None if data.obs_columns is None and data.source == "local" else columns_of_data(data, more)
 
 
-CONFIG_FILE = "config.yaml"
-"""File name of the configuration in ``output.checkpoint_dir``."""
-
-
 class KeepConfig(Callback):
     """Callback that writes the configuration next to the checkpoints when training starts, so it can be repeated.
 
@@ -146,12 +142,13 @@ class KeepConfig(Callback):
 
     def __init__(self, config: Config) -> None:
         self.path = Path(str(config.output.checkpoint_dir)) / CONFIG_FILE
-        self.text = f"# Resolved configuration, including overrides (scforge {__version__}).\n{dump_config(config)}"
+        header = f"# Resolved configuration, including overrides (scforge {__version__}).\n"
+        self.text = signed(header + dump_config(config))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Write the configuration in the first process, now that the folder belongs to this training run."""
         if trainer.is_global_zero:
-            atomic_write_text(self.path, self.text)
+            atomic_write_text(self.path, self.text, overwrite=is_unedited(self.path), argument="checkpoint_dir")
 
 
 def training_report(model: Encoder, config: Config) -> list[str]:
@@ -268,7 +265,7 @@ def train_from_config(
     model, module = _model(source, config)
     model.train(datamodule=module, **arguments, progress_bar=progress_bar)
     if not rank_zero_only.rank:
-        outputs_of(model, source, config)
+        outputs_of(model, source, config, overwrite=overwrite or resume is not None)
     return model
 
 
@@ -287,15 +284,15 @@ def checked_arguments(config: Config, *, resume: Any, overwrite: bool) -> dict[s
     return arguments
 
 
-def outputs_of(model: Encoder, source: AnnData | Cells, config: Config) -> None:
-    """Write the model and the embedding of its cells, as configured."""
+def outputs_of(model: Encoder, source: AnnData | Cells, config: Config, *, overwrite: bool) -> None:
+    """Write the model and the embedding of its cells, as configured; `overwrite` concerns the embedding."""
     output = config.output
     if output.checkpoint_dir is not None:
         model.save(Path(output.checkpoint_dir) / FINAL, overwrite=True)
     if output.embedding is not None:
         embedding = model.get_latent_representation()
         adata = source if isinstance(source, AnnData) else embedded_adata(source, embedding, OBSM_KEY)
-        write(output.embedding, adata)
+        write(output.embedding, adata, overwrite=overwrite)
 
 
 def train_arguments(config: Config) -> dict[str, Any]:
@@ -372,9 +369,9 @@ def _loggers(output: OutputConfig) -> Any:
     )
 
 
-def write(path: str | os.PathLike[str], content: AnnData | pd.DataFrame) -> None:
-    """Write cells or a table atomically."""
-    with atomic_path(path) as temporary:
+def write(path: str | os.PathLike[str], content: AnnData | pd.DataFrame, *, overwrite: bool) -> None:
+    """Write cells or a table atomically; `overwrite` as in :func:`scforge._io.atomic_path`."""
+    with atomic_path(path, overwrite=overwrite, argument="output") as temporary:
         if isinstance(content, AnnData):
             write_h5ad(temporary, content)
         else:

@@ -137,7 +137,9 @@ def test_evaluation(cells200, tuned, context):
     cells200.obs.iloc[190:195, cells200.obs.columns.get_loc("type")] = np.nan
     cells200.obs.iloc[195:, cells200.obs.columns.get_loc("type")] = "new"
     predictor = tuned("annotation", cells200, labels_key="type")
-    evaluated = predictor.task.evaluate(context(predictor))
+    said = r"5 cells have labels .* not know \('new'\) and 5 cells have no label; 40 of 50 cells"
+    with pytest.warns(ScforgeWarning, match=said):
+        evaluated = predictor.task.evaluate(context(predictor))
     metrics = evaluated.metrics
     learned = ["logistic_regression_pca", "knn_pca", "logistic_regression_genes"]
     assert list(metrics.index) == ["scforge", *learned, "frozen_embedding", "majority_class"]
@@ -209,16 +211,25 @@ def test_cells_without_label_do_not_count(cells200, tuned, step):
         predictor.task.bind(predictor.cells, np.array([149, 150]))
 
 
-def test_odd_labels_are_told_and_kept(cells200):
-    for odd, n, message in (
-        ("rare", 1, "the labels 'rare' have only one cell each"),
-        ("nan", 4, "the label 'nan'"),
-        ("unknown", 4, "the label 'unknown'"),
-    ):
-        cells200.obs["label"] = np.array([odd] * n + ["a", "b"] * 100, dtype=object)[:200]
-        with pytest.warns(ScforgeWarning, match=message):
-            found = get_task("annotation", labels_key="label").options_from(lambda key: cells200.obs[key])
-        assert found == {"classes": sorted(["a", "b", odd])}
+def test_labels_of_one_cell_are_told_and_kept(cells200):
+    cells200.obs["label"] = np.array(["rare", *["a", "b"] * 100], dtype=object)[:200]
+    with pytest.warns(ScforgeWarning, match="the labels 'rare' have only one cell each"):
+        found = get_task("annotation", labels_key="label").options_from(lambda key: cells200.obs[key])
+    assert found == {"classes": ["a", "b", "rare"]}
+
+
+@pytest.mark.parametrize("word", ["Unknown", "NA", "n/a", " null ", "Unassigned", "unassigned", "Heterogeneous", "nan"])
+def test_words_for_no_label_are_no_classes(cells200, word):
+    cells200.obs["label"] = np.array([word] * 4 + ["a", "b"] * 98, dtype=object)
+    task = get_task("annotation", labels_key="label")
+    with pytest.warns(ScforgeWarning, match=f"4 of 200 cells have the label '{word}', which is treated as missing"):
+        usable = task.usable(lambda key: cells200.obs[key])
+    np.testing.assert_array_equal(usable, np.arange(200) >= 4)
+    assert task.options_from(lambda key: cells200.obs[key]) == {"classes": ["a", "b"]}
+    # Whoever lists the word among the classes means it.
+    task = get_task("annotation", labels_key="label", classes=["a", "b", word])
+    assert task.usable(lambda key: cells200.obs[key]).all()
+    assert task.read(lambda key: cells200.obs[key])[0] == 2
 
 
 def test_given_classes_keep_their_order(cells200, tuned):
@@ -242,7 +253,8 @@ def test_a_class_of_held_out_donors_alone(cells200):
         ScforgeWarning, match="labels_key='type': 31 held-out cells have values that no training cell has .'new'."
     ):
         tuned = base.finetune("annotation", labels_key="type", split_key="part", **quick)
-    metrics = tuned.evaluate()
+    with pytest.warns(ScforgeWarning, match="31 cells have labels .* not know .'new'.; 18 of 49 cells"):
+        metrics = tuned.evaluate()
     n_new, n_test = (cells200.obs["type"] == "new").sum(), (part == "test").sum()
     assert (metrics["n_unknown_label"] == n_new).all()
     assert (metrics["n_scored"] == n_test - n_new).all()

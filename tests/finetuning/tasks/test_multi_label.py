@@ -85,7 +85,10 @@ def test_evaluation(sets, tuned, context):
     sets.obs.iloc[195:, place] = np.nan
     sets.obs.iloc[190:195, place] = [f"{value};new" for value in sets.obs["sets"].iloc[190:195]]
     predictor = tuned("multi_label", sets, labels_key="sets")
-    evaluated = predictor.task.evaluate(context(predictor, intervals=True))
+    with pytest.warns(
+        ScforgeWarning, match="5 cells have labels that the model does not know .'new'. and 5 cells have no"
+    ):
+        evaluated = predictor.task.evaluate(context(predictor, intervals=True))
     metrics = evaluated.metrics
     assert list(metrics.index) == ["scforge", "logistic_regression_pca", "frozen_embedding", "label_frequency"]
     assert (metrics["n_scored"] == 45).all()

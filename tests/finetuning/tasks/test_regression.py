@@ -6,7 +6,7 @@ import pytest
 import torch
 from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
 
-from scforge.errors import DataError
+from scforge.errors import DataError, ScforgeWarning
 from scforge.finetuning import get_task
 
 TRAIN, HELD_OUT = np.arange(0, 150), np.arange(150, 200)
@@ -77,7 +77,8 @@ def test_cells_without_number_do_not_count(aged, tuned, step):
 def test_evaluation(aged, tuned, context):
     aged.obs.loc[aged.obs_names[190:], "age"] = np.nan
     predictor = tuned("regression", aged, labels_key="age")
-    metrics = predictor.task.evaluate(context(predictor)).metrics
+    with pytest.warns(ScforgeWarning, match="10 cells have no label; 40 of 50 cells are scored"):
+        metrics = predictor.task.evaluate(context(predictor)).metrics
     assert list(metrics.index) == ["scforge", "ridge_pca", "knn_pca", "frozen_embedding", "mean"]
     assert (metrics["n_scored"] == 40).all()
     assert (metrics["n_unlabeled"] == 10).all()

@@ -12,6 +12,7 @@ import torch
 from scipy import sparse
 from torch import nn
 
+from scforge._columns import texts_of
 from scforge._constants import PAD_ID
 from scforge.data.cells import Cells, choose_rows
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
@@ -22,7 +23,6 @@ from scforge.eval.perturbation import BANDS, BASE, N_COMPONENTS, bands_of, fit_k
 from scforge.eval.perturbation_metrics import de_weights
 from scforge.finetuning.base import Column
 from scforge.finetuning.heads import Standardize
-from scforge.finetuning.labels import text_labels
 from scforge.finetuning.splits import Split
 from scforge.models.components.gene_vectors import GeneVectorEmbedding
 
@@ -78,12 +78,12 @@ class Conditions:
         DataError
             If a column is missing or cannot be read, or there are no controls.
         """
-        labels = column(perturbation_key)
+        labels = texts_of(column(perturbation_key), key=perturbation_key, argument="perturbation_key")
         labeled = np.asarray(labels.notna())
         context = np.zeros(len(labels), dtype=np.int64)
         contexts: tuple[str, ...] = (ALL,)
         if context_key is not None:
-            of_cells = text_labels(column(context_key), key=context_key, argument="context_key")
+            of_cells = texts_of(column(context_key), key=context_key, argument="context_key")
             context = np.array(of_cells.codes, dtype=np.int64)
             contexts = tuple(str(name) for name in of_cells.categories)
             labeled = labeled & (context >= 0)

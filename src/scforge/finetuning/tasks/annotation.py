@@ -13,11 +13,11 @@ from anndata import AnnData
 from torch import nn
 
 from scforge._checks import check_bool, check_share
+from scforge._columns import HETEROGENEOUS, UNASSIGNED, codes_among, labels_of
 from scforge.data.cells import Cells, cell_names, column_of
 from scforge.data.checks import names_each_cell
 from scforge.errors import DataError, OptionError, listing, warn
 from scforge.eval.baselines import BaselineInputs, classification_baselines
-from scforge.eval.label_prediction import MISSING_TEXTS
 from scforge.finetuning.base import Batch, Column, Loss, Predictor, register_task
 from scforge.finetuning.heads import (
     CalibratedHead,
@@ -28,21 +28,15 @@ from scforge.finetuning.heads import (
     probabilities_of,
 )
 from scforge.finetuning.labels import (
-    UNASSIGNED,
     UNKNOWN,
     UNLABELED,
     check_names,
     check_weights,
-    codes_of,
-    text_labels,
     write_probabilities,
 )
 from scforge.finetuning.metrics import calibration_error, class_table, confusion_figures, confusion_of
 from scforge.finetuning.splits import Split, warn_of_unlearned
 from scforge.finetuning.supervised import SupervisedTask
-
-HETEROGENEOUS = "Heterogeneous"
-"""Label of clusters in which no label reaches the requested fraction."""
 
 _RESOLUTIONS = ((5_000, 5.0), (20_000, 10.0), (40_000, 15.0), (100_000, 20.0), (200_000, 25.0))
 _N_NEIGHBORS = 15
@@ -118,7 +112,8 @@ def majority_vote(labels: np.ndarray, clusters: pd.Series | np.ndarray, *, min_s
 class Annotation(SupervisedTask):
     """Cross entropy of the class of each cell.
 
-    Labels are compared and written as text. Cells without a label (NaN) are not used for training.
+    Labels are compared and written as text. Cells without a label (NaN, or a word such as "unknown" that `classes` does
+    not list) are not used for training.
 
     Parameters
     ----------
@@ -168,13 +163,17 @@ class Annotation(SupervisedTask):
         self.label_smoothing = float(label_smoothing)
         self._weights: torch.Tensor | None = None
 
+    def _labels(self, column: Column, *, warns: bool = False) -> pd.Categorical:
+        """Return the label of each cell as text; words such as "unknown" are no label, unless `classes` names them."""
+        return labels_of(column(self.labels_key), key=self.labels_key, classes=self.classes, warns=warns)
+
     def usable(self, column: Column) -> np.ndarray:
-        """Return which cells have a label."""
-        return np.asarray(column(self.labels_key).notna())
+        """Return which cells have a label, and warn about words that are treated as missing labels."""
+        return np.asarray(self._labels(column, warns=True).notna())
 
     def strata(self, column: Column) -> pd.Series:
         """Return the labels, so that each part of the split preserves class proportions."""
-        return pd.Series(text_labels(column(self.labels_key), key=self.labels_key))
+        return pd.Series(self._labels(column))
 
     def options_from(self, column: Column) -> dict[str, Any]:
         """Return the classes of the training cells, unless they are already known.
@@ -188,26 +187,20 @@ class Annotation(SupervisedTask):
         Warns
         -----
         ScforgeWarning
-            If a class has only one cell, or a label looks like a missing value.
+            If a class has only one cell.
         """
-        values = column(self.labels_key)
-        labels = text_labels(values, key=self.labels_key)
+        labels = self._labels(column)
         names = [str(name) for name in labels.categories]
         if len(names) < 2:
             what = f"only one label ({names[0]!r})" if names else "no labels"
             raise DataError(f"{self.argument} has {what} among the training cells; annotation needs two classes.")
-        if names_each_cell(labeled := values.dropna()):
+        if names_each_cell(labels.dropna()):
             raise DataError(
-                f"{self.argument} has a different value for each of the {len(labeled):,} training cells; choose "
-                "another column."
+                f"{self.argument} has a different value for each of the {len(names):,} training cells; choose another "
+                "column."
             )
         if single := [str(name) for name, size in labels.value_counts().items() if size == 1]:
             warn(f"{self.argument}: the labels {listing(single)} have only one cell each and cannot be scored.")
-        if odd := [name for name in names if name in MISSING_TEXTS]:
-            warn(
-                f"{self.argument} has the label {listing(odd)}, which is used as a class; replace missing labels "
-                "with numpy.nan."
-            )
         if self.classes is None:
             return {"classes": names}
         if differing := sorted({*self.classes} ^ {*names}):
@@ -219,7 +212,7 @@ class Annotation(SupervisedTask):
 
     def check_split(self, column: Column, split: Split) -> None:
         """Report classes that only held-out cells have."""
-        labels = text_labels(column(self.labels_key), key=self.labels_key)
+        labels = self._labels(column)
         if len(split.validation) and not np.isin(labels.codes[split.validation], labels.codes[split.train]).any():
             raise DataError(
                 f"{self.argument}: no validation cell has a label of the training cells, so the best epoch cannot be "
@@ -232,7 +225,7 @@ class Annotation(SupervisedTask):
 
     def read(self, column: Column) -> np.ndarray:
         """Return the class index of each cell, int64, shape (N,); -1 for no label, -2 for an unknown label."""
-        return codes_of(column(self.labels_key), self.known_classes, key=self.labels_key)
+        return codes_among(self._labels(column), self.known_classes, unknown=UNKNOWN)
 
     def has_target(self, targets: np.ndarray) -> np.ndarray:
         """Return which cells have a label that is known to the model."""
@@ -389,6 +382,10 @@ class Annotation(SupervisedTask):
     def count_unscored(self, targets: np.ndarray, column: Column) -> dict[str, int]:
         """Return the number of cells with a label that is unknown to the model, and the number without a label."""
         return {"n_unknown_label": int((targets == UNKNOWN).sum()), "n_unlabeled": int((targets == UNLABELED).sum())}
+
+    def unknown_labels(self, column: Column) -> list[str]:
+        """Return the labels in a column that are not classes."""
+        return [str(name) for name in self._labels(column).categories if name not in self.known_classes]
 
     def scores(self, truth: np.ndarray, estimates: np.ndarray) -> dict[str, float]:
         """Return accuracy, balanced accuracy, macro and weighted F1, and the expected calibration error (15 bins)."""

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scforge._checks import check_count, check_positive
+from scforge._columns import codes_among, texts_of
 from scforge.data.cells import CellBlock, Cells, CellSource
 from scforge.errors import DataError, OptionError
 from scforge.eval.baselines import embedding_baselines
@@ -30,7 +31,7 @@ from scforge.finetuning.base import (
     register_task,
     warn_of_missing_base,
 )
-from scforge.finetuning.labels import check_names, codes_of, text_labels
+from scforge.finetuning.labels import check_names
 from scforge.models.components.sigreg import SIGReg
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives._views import downsample_counts
@@ -202,9 +203,9 @@ def _baselines(task: Integration, context: EvaluationContext) -> dict[str, np.nd
     if context.train_cells is not None and context.train_rows is not None:
         parts.append((context.train_cells, context.train_rows))
     counts = sparse.vstack([cells.sample(len(rows), rows=rows).counts for cells, rows in parts], format="csr")
-    batches = pd.concat([cells.column(task.batch_key).iloc[rows].astype(str) for cells, rows in parts])
+    batches = np.concatenate([np.asarray(task._batches(cells.column), dtype=object)[rows] for cells, rows in parts])
     names = pd.RangeIndex(len(batches)).astype(str)  # scored and training cells may have the same
-    adata = AnnData(counts, obs=pd.DataFrame({task.batch_key: batches.to_numpy()}, index=names))
+    adata = AnnData(counts, obs=pd.DataFrame({task.batch_key: batches}, index=names))
     found = embedding_baselines(adata, ("pca", "harmony", "scvi"), batch_key=task.batch_key, seed=context.seed)
     return {name: embedding[: len(scored)] for name, embedding in found.items()}
 
@@ -275,11 +276,14 @@ class Integration(Task):
 
     def usable(self, column: Column) -> np.ndarray:
         """Return which cells have a batch."""
-        return np.asarray(column(self.batch_key).notna())
+        return np.asarray(self._batches(column).notna())
+
+    def _batches(self, column: Column) -> pd.Categorical:
+        return texts_of(column(self.batch_key), key=self.batch_key, argument="batch_key")
 
     def strata(self, column: Column) -> pd.Series:
         """Return the batches, so that each part of the split preserves batch proportions."""
-        return pd.Series(text_labels(column(self.batch_key), key=self.batch_key, argument="batch_key"))
+        return pd.Series(self._batches(column))
 
     def options_from(self, column: Column) -> dict[str, Any]:
         """Return the batches of the training cells, unless they are already known.
@@ -291,7 +295,7 @@ class Integration(Task):
         """
         if self.batches is not None:
             return {}
-        found = text_labels(column(self.batch_key), key=self.batch_key, argument="batch_key").categories
+        found = self._batches(column).categories
         if len(found) < 2:
             raise DataError(
                 f"batch_key={self.batch_key!r} has only one batch among the training cells; integration needs at least "
@@ -313,8 +317,7 @@ class Integration(Task):
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Look up the batch of each cell, or -1 if the batch is unknown to the decoder."""
-        column = cells.column(self.batch_key)
-        self._codes = codes_of(column, self.known_batches, key=self.batch_key, argument="batch_key").clip(-1)
+        self._codes = codes_among(self._batches(cells.column), self.known_batches)
         self._measured = None if cells.measured is None else torch.from_numpy(cells.measured)
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:

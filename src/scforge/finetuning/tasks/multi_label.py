@@ -14,6 +14,7 @@ from scipy.special import expit
 from torch import nn
 
 from scforge._checks import check_bool, check_share
+from scforge._columns import labels_of
 from scforge.data.cells import Cells, cell_names
 from scforge.errors import DataError, OptionError, listing, warn
 from scforge.eval.baselines import BaselineInputs, multi_label_baselines
@@ -97,22 +98,26 @@ class MultiLabel(SupervisedTask):
 
     def usable(self, column: Column) -> np.ndarray:
         """Return which cells have values."""
-        keys = self.labels_keys or [str(self.labels_key)]
-        return np.all([np.asarray(column(key).notna()) for key in keys], axis=0)
+        return self._has_values(column, warns=True)
+
+    def _has_values(self, column: Column, *, warns: bool = False) -> np.ndarray:
+        if self.labels_keys is None:
+            return np.asarray(self._texts(column, warns=warns).notna())
+        return np.all([np.asarray(column(key).notna()) for key in self.labels_keys], axis=0)
+
+    def _texts(self, column: Column, *, warns: bool = False) -> pd.Categorical:
+        """Return the labels of each cell as one text; an empty text means that a cell has no labels, but is known."""
+        key = str(self.labels_key)
+        values = column(key)
+        return labels_of(values, key=key, classes=("", *(self.classes or ())), warns=warns)
 
     def _occurring(self, column: Column) -> list[str]:
         """Return the labels that occur, sorted, or the names of the boolean columns."""
         if self.labels_keys is not None:
             return self.labels_keys
-        texts = column(str(self.labels_key)).dropna().unique()
-        return sorted({label for text in texts for label in self._split(text)})
+        return sorted({label for text in self._texts(column).categories for label in self._split(text)})
 
-    def _split(self, text: Any) -> list[str]:
-        if not isinstance(text, str):
-            raise DataError(
-                f"{self.argument} contains {str(text)!r}, which is not text; convert the column to text such as "
-                f"'a{self.separator}b'."
-            )
+    def _split(self, text: str) -> list[str]:
         return [label.strip() for label in text.split(self.separator) if label.strip()]
 
     def _lookup(self, column: Column, classes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -120,7 +125,8 @@ class MultiLabel(SupervisedTask):
         if self.labels_keys is not None:
             targets = np.stack([_truth(column(key), key) for key in self.labels_keys], axis=1)
             return targets, np.zeros(len(targets), dtype=bool)
-        codes, texts = pd.factorize(column(str(self.labels_key)))
+        cells = self._texts(column)
+        codes, texts = np.asarray(cells.codes), cells.categories
         number = {name: i for i, name in enumerate(classes)}
         # One row a text that occurs, and an empty one at the end for the missing, whose code is -1.
         targets = np.zeros((len(texts) + 1, len(classes)), dtype=bool)
@@ -141,7 +147,7 @@ class MultiLabel(SupervisedTask):
             return None
         targets, _ = self._lookup(column, self.classes or self._occurring(column))
         shares = {"validation_size": validation_size, "test_size": test_size}
-        split = split_for(len(targets), **shares, seed=seed, usable=self.usable(column))
+        split = split_for(len(targets), **shares, seed=seed, usable=self._has_values(column))
         return with_each_in_training(split, np.concatenate([targets, ~targets], axis=1))
 
     def check_split(self, column: Column, split: Split) -> None:
@@ -168,7 +174,7 @@ class MultiLabel(SupervisedTask):
         """
         classes = self.classes or self._occurring(column)
         targets, unknown = self._lookup(column, classes)
-        targets = targets[self.usable(column)]
+        targets = targets[self._has_values(column)]
         if not classes:
             raise DataError(f"{self.argument} has no label for any training cell; choose another column.")
         if same := [name for name, has in zip(classes, targets.T, strict=True) if has.all() or not has.any()]:
@@ -184,7 +190,7 @@ class MultiLabel(SupervisedTask):
     def read(self, column: Column) -> np.ndarray:
         """Return 0 or 1 for each label of each cell, or NaN if there is no value, float32, shape (N, C)."""
         targets, _ = self._lookup(column, self.known_classes)
-        return np.where(self.usable(column)[:, None], targets, np.nan).astype(np.float32)
+        return np.where(self._has_values(column)[:, None], targets, np.nan).astype(np.float32)
 
     def has_target(self, targets: np.ndarray) -> np.ndarray:
         """Return which cells have values."""
@@ -285,6 +291,10 @@ class MultiLabel(SupervisedTask):
         """Return the number of cells with unknown labels, which are ignored, and the number of cells without labels."""
         _, unknown = self._lookup(column, self.known_classes)
         return {"n_unknown_label": int(unknown.sum()), **super().count_unscored(targets, column)}
+
+    def unknown_labels(self, column: Column) -> list[str]:
+        """Return the labels in a column that are not classes."""
+        return [name for name in self._occurring(column) if name not in self.known_classes]
 
     def scores(self, truth: np.ndarray, estimates: np.ndarray) -> dict[str, float]:
         """Return the scores over all labels.

@@ -49,9 +49,9 @@ class Serde[M](abc.ABC):
         """Return the weights as the bytes of a safetensors file."""
         return self._format.save(self._for_file())
 
-    def serialize_to_file(self, filename: str | os.PathLike[str]) -> None:
-        """Write the weights to a file; an interrupted write leaves no file."""
-        with atomic_path(filename) as temporary:
+    def serialize_to_file(self, filename: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write the weights to a file, which must not exist unless `overwrite`; an interrupted write leaves no file."""
+        with atomic_path(filename, overwrite=overwrite, argument="filename") as temporary:
             self._format.save_file(self._for_file(), temporary)
 
     def deserialize(self, data: bytes) -> M:
@@ -115,9 +115,9 @@ class Serializable:
 
     _serde: ClassVar[type[Serde[Any]]]
 
-    def save(self, filename: str | os.PathLike[str]) -> None:
-        """Write the weights to a safetensors file."""
-        self._serde(self).serialize_to_file(filename)
+    def save(self, filename: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write the weights to a safetensors file, which must not exist unless `overwrite`."""
+        self._serde(self).serialize_to_file(filename, overwrite=overwrite)
 
     def save_bytes(self) -> bytes:
         """Return the weights as the bytes of a safetensors file."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from scforge._columns import codes_among, texts_of
 from scforge.data.cells import CellBlock, Cells, named_column
 from scforge.errors import DataError, OptionError, TrainingError, listing, warn
 from scforge.training.objectives.base import Objective
@@ -33,24 +34,26 @@ def check_classes(argument: str, classes: Any, key_argument: str, key: str | Non
     return list(classes)
 
 
-def classes_found(argument: str, key: str, column: Callable[[str], pd.Series]) -> list[str]:
-    """Return the sorted names of the classes in a column of obs.
+def classes_found(
+    argument: str, key: str, column: Callable[[str], pd.Series], *, read: Callable[..., pd.Categorical] = texts_of
+) -> list[str]:
+    """Return the sorted names of the classes in a column of obs, whose text `read` returns.
 
     Raises
     ------
+    DataError
+        If the column is missing, or contains no classes.
     OptionError
-        If the column contains numbers that are not classes, or no values.
+        If no cell has a value.
     """
     try:
-        classes = column(key).dropna()
+        values = column(key)
     except DataError as error:
         raise DataError(f"{argument}={error}") from error
-    if classes.dtype.kind == "f":
-        raise OptionError(f"{argument}={key!r} contains numbers instead of classes; convert the column to categories.")
-    names = classes.astype(str).unique()
-    if not len(names):
+    texts = read(values, key=key, argument=argument)
+    if not len(texts.categories):
         raise OptionError(f"{argument}={key!r} is missing for all cells; choose another column.")
-    return sorted(map(str, names))
+    return [str(name) for name in texts.categories]
 
 
 def numbers_of_cells(
@@ -74,15 +77,12 @@ def numbers_of_cells(
     if names is None:
         raise TrainingError(f"{argument} are unknown; pass {argument}=[...], or create the model with cells.")
     try:
-        categories = named_column(cells, key, argument=key_argument).astype("category").cat
+        values = named_column(cells, key, argument=key_argument)
     except DataError:
         if needed:
             raise
         return np.full(len(cells), -1, dtype=np.int64)
-    number = {name: i for i, name in enumerate(names)}
-    # The code of a missing value is -1, which finds the last.
-    lookup = np.array([*(number.get(str(name), -1) for name in categories.categories), -1], dtype=np.int64)
-    return lookup[np.asarray(categories.codes)]
+    return codes_among(texts_of(values, key=key, argument=key_argument), names)
 
 
 def of_block(key: str | None, numbers: np.ndarray | None, block: CellBlock) -> torch.Tensor | None:
@@ -157,7 +157,8 @@ class TellsBatches(Objective):
         DataError
             If the column is missing.
         """
-        return np.asarray(cells.column(str(self.batch_key)).astype("category").cat.codes, dtype=np.int64)
+        key = str(self.batch_key)
+        return np.array(texts_of(cells.column(key), key=key, argument="batch_key").codes, dtype=np.int64)
 
     def batches_of(self, block: CellBlock) -> torch.Tensor | None:
         """Return the batch codes of the cells in a minibatch, int64, shape (B,), or None without `batch_key`."""

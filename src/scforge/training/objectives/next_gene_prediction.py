@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numba
@@ -16,6 +17,7 @@ from scipy import sparse
 from torch import nn
 
 from scforge._checks import check_bool, check_choice, check_share
+from scforge._columns import texts_of
 from scforge._constants import IGNORE_LABEL, TARGET_SUM
 from scforge.data.cells import CellBlock, Cells, CellSource, choose_rows
 from scforge.data.sampling import cell_keys, uniform
@@ -124,7 +126,8 @@ class NextGenePrediction(Objective):
         """Return the classes of the cells that the model is created with, unless classes are already set."""
         if self.condition_key is None or self.conditions is not None:
             return {}
-        return {"conditions": classes_found("condition_key", self.condition_key, column)}
+        read = partial(texts_of, fractional=False)
+        return {"conditions": classes_found("condition_key", self.condition_key, column, read=read)}
 
     def model_options(self) -> dict[str, Any]:
         """Return the number of classes, as an option of the architecture."""

@@ -6,6 +6,7 @@ Shapes: B cells, S tokens, G genes of the vocabulary, L latent dimensions, T cla
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from scforge._checks import check_count, check_positive
+from scforge._columns import labels_of
 from scforge.data.cells import CellBlock, Cells, CellSource
 from scforge.errors import DataError, OptionError, listing, warn
 from scforge.models.components.latent import classification_loss, kl_divergence, reconstruction_loss
@@ -134,7 +136,7 @@ class Variational(TellsBatches):
         """Return the classes and batches of the cells that the model is created with, unless they are already set."""
         found = super().options_from(column)
         if self.labels_key is not None and self.labels is None:
-            found["labels"] = classes_found("labels_key", self.labels_key, column)
+            found["labels"] = classes_found("labels_key", self.labels_key, column, read=partial(labels_of, warns=True))
         return found
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:

@@ -1,0 +1,115 @@
+"""What may be opened: regular files, HDF5 files that contain all of their data, and documents of bounded size."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scforge.errors import DataError, ScforgeError
+
+if TYPE_CHECKING:
+    import h5py
+
+
+_MAX_DEPTH = 50
+"""Maximum depth of a document; Python's own functions fail from a few hundred on."""
+
+_NOT_TEXT = re.compile("[\0\ud800-\udfff]")
+
+
+def parts_of(content: Any) -> Iterable[Any] | None:
+    """Return the keys and values of a mapping or the values of a list, or None for a single value."""
+    if isinstance(content, Mapping):
+        return chain(content.keys(), content.values())
+    return content if isinstance(content, list) else None
+
+
+def check_plain(
+    content: Any,
+    parts: Callable[[Any], Iterable[Any] | None] = parts_of,
+    *,
+    most: int | None = None,
+    bits: int = 63,
+) -> None:
+    """Raise a ValueError if a document is nested too deeply, has too many parts, or a value that :func:`unfit` names.
+
+    `parts` returns the parts of a part, and None for a single value. A part counts each time that it is used.
+    """
+    pending, n_parts = [(content, 1)], 0
+    while pending:
+        part, depth = pending.pop()
+        inner = parts(part)
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"it is nested more than {_MAX_DEPTH} deep, or a part contains itself")
+        if inner is not None:
+            pending += ((one, depth + 1) for one in inner)
+        elif problem := unfit(getattr(part, "value", part), bits):
+            raise ValueError(problem)
+        n_parts += 1
+        if most is not None and n_parts + len(pending) > most:
+            raise ValueError(f"it has more than {most:,} keys and values, counting each use of an alias")
+
+
+def unfit(value: Any, bits: int = 63) -> str | None:
+    """Return why a value of a document cannot be used, or None."""
+    if isinstance(value, int) and value.bit_length() > bits:
+        return f"an integer has more than {bits} bits; put text in quotes"
+    if isinstance(value, str) and (found := _NOT_TEXT.search(value)):
+        return f"text contains the character {ascii(found[0])}, which is not allowed; remove it"
+    return None
+
+
+def check_regular(path: str | os.PathLike[str], error: type[ScforgeError] = DataError) -> None:
+    """Raise `error` if a path is a pipe, a socket or a device, of which reading may never end."""
+    try:
+        mode = Path(path).stat().st_mode
+    except (OSError, ValueError):
+        return  # opening it raises
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise error(f"{os.fspath(path)!r} is a pipe, a socket or a device; pass a regular file.")
+
+
+def check_folder_files(folder: str | os.PathLike[str]) -> None:
+    """Raise a DataError if a folder contains, at any depth, a pipe, a socket or a device."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                check_folder_files(entry.path)
+            elif not entry.is_file(follow_symlinks=False):
+                check_regular(entry.path)
+
+
+def check_h5(file: h5py.Group, name: str, part: str = "/") -> None:
+    """Raise a DataError if a part of an HDF5 file lies elsewhere: by a link, external storage or a virtual dataset.
+
+    Otherwise a file of somebody else would put any file of this machine into an AnnData or an embedding. `name` is the
+    name of the file for messages.
+    """
+    import h5py
+
+    # What an external link leads to has the name of another file.
+    found = [file[part]]
+    is_outside = found[0].file.filename != file.file.filename
+    seen: set[int] = set()
+    while found and not is_outside:
+        one = found.pop()
+        if isinstance(one, h5py.Group):
+            if (address := h5py.h5o.get_info(one.id).addr) not in seen:
+                seen.add(address)
+                links = [one.get(key, getlink=True) for key in one]
+                is_outside = any(isinstance(link, h5py.ExternalLink) for link in links)
+                found += [] if is_outside else [one.get(key) for key in one]
+        elif isinstance(one, h5py.Dataset):
+            stored = one.id.get_create_plist()
+            virtual = range(stored.get_virtual_count() if stored.get_layout() == h5py.h5d.VIRTUAL else 0)
+            is_outside = stored.get_external_count() > 0 or any(stored.get_virtual_filename(i) != "." for i in virtual)
+    if is_outside:
+        raise DataError(
+            f"{name!r} reads from other files (an external link, external storage or a virtual dataset), which scforge "
+            "does not open; if you trust it, read it with anndata and write it again."
+        )

@@ -1,0 +1,78 @@
+"""Names of other people in output: one function for each format, so that none is read as more than text."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+# Also marks that reverse the direction of text, and halves of characters, which no terminal can show.
+_CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_LINES = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029]+")
+_FORMULA = tuple("=+-@\t\r")
+
+
+def printable(text: object) -> str:
+    r"""Return text for a terminal, in which control characters other than line breaks and tabs are written as escapes.
+
+    Examples
+    --------
+    >>> printable("T cell\x1b[31m")
+    'T cell\\x1b[31m'
+    """
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], str(text))
+
+
+def markdown(text: object) -> str:
+    """Return text for one line or one cell of a table in Markdown, without HTML and images.
+
+    Examples
+    --------
+    >>> print(markdown("CD4|CD8 <b>"))
+    CD4&#124;CD8 &lt;b>
+    """
+    return _LINES.sub(" ", str(text)).replace("|", "&#124;").replace("<", "&lt;").replace("![", r"!\[")
+
+
+def without_formulas(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table to write as CSV, in which a spreadsheet reads text that begins like a formula as text.
+
+    Such text gets a ``'`` in front; numbers stay numbers, also as text.
+    """
+    made = table.copy(deep=False)
+    for place, kind in enumerate(table.dtypes):
+        if kind.kind not in "biufcmM":
+            made.isetitem(place, table.iloc[:, place].astype(object).map(_no_formula, na_action="ignore"))
+    made.columns = table.columns.map(_no_formula)
+    if table.index.dtype.kind not in "biufcmM":
+        made.index = table.index.map(_no_formula)
+    return made
+
+
+def _no_formula(value: object) -> object:
+    if not isinstance(value, str) or not value.startswith(_FORMULA):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
+
+
+def literal(ax: Axes) -> None:
+    """Show names in the axes as they are: matplotlib reads text between dollar signs as a formula, and may fail."""
+    from matplotlib.text import Text
+    from matplotlib.ticker import FixedFormatter, FuncFormatter
+
+    numbers = set()
+    for axis in (ax.xaxis, ax.yaxis):
+        numbers.add(axis.offsetText)
+        if not isinstance(axis.get_major_formatter(), FixedFormatter | FuncFormatter):
+            numbers.update(axis.get_majorticklabels())
+        numbers.update(axis.get_minorticklabels())
+    for text in ax.findobj(Text):
+        if text not in numbers:
+            text.set_parse_math(False)
