@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from scforge.cli import main
-from scforge.data import GeneVocab, convert
+from scforge.data import GeneVocab, convert, open_cells
 from scforge.errors import OptionError, ScforgeWarning
 from scforge.estimators import Encoder
 from scforge.finetuning.base import warn_of_missing_base
@@ -187,3 +187,17 @@ def test_options_are_spelled_as_the_reader_writes_them(told, capsys) -> None:
         convert("cells.h5ad", "store.zarr", progress=False)
     with pytest.warns(ScforgeWarning, match=r"frozen embedding are missing; pass it as base\.$"):
         warn_of_missing_base()
+
+
+def test_a_csv_file_is_refused_with_the_function_that_reads_it(told, folder: Path) -> None:
+    (folder / "x.csv").write_text("a,b\n1,2\n", encoding="utf-8")
+    assert "'x.csv' is not an h5ad or zarr file; read it with scanpy.read_csv" in told("inspect", "x.csv")
+
+
+def test_a_column_with_a_comma_is_quoted_and_quiet_commands_print_nothing(folder: Path, tiny_adata, capfd) -> None:
+    tiny_adata.obs["dose, uM"] = np.arange(60)
+    tiny_adata.write_h5ad("cells.h5ad")
+    process = [sys.executable, "-m", "scforge", "convert", "cells.h5ad", "-o", "store.zarr", "--quiet"]
+    done = subprocess.run([*process, "--obs", 'group, "dose, uM"'], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+    assert list(open_cells("store.zarr").obs) == ["group", "dose, uM"]

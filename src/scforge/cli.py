@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import logging
 import sys
 import warnings
@@ -243,7 +244,8 @@ def _convert(sources: list[str], output: str, *, obs: str | None = None, quiet: 
     with announced_loading():
         from scforge.data import convert
 
-    columns = None if obs is None else [name for name in obs.split(",") if name]
+    # As in a csv file, so that quotes protect a comma.
+    columns = None if obs is None else [name for name in next(csv.reader([obs], skipinitialspace=True)) if name]
     info = convert(sources, output, obs=columns, progress=not quiet, **options)
     if not quiet:
         _say(info)
@@ -406,7 +408,7 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
     add("sources", nargs="+", metavar="SOURCE", help="path, pattern or URL of h5ad or AnnData-zarr")
     add("-o", "--output", required=True, metavar="STORE", help="folder to write, e.g. store.zarr")
     add("--vocab", metavar="NAME_OR_FILE", help="a vocabulary (default: all genes of all sources)")
-    add("--obs", metavar="COLUMNS", help="columns of obs, e.g. cell_type,batch (default: all shared)")
+    add("--obs", metavar="COLUMNS", help="columns of obs, e.g. cell_type,batch (default: all shared); quote a comma")
     add("--shuffle", action=argparse.BooleanOptionalAction, help="shuffle the cells (default: on)")
     add("--seed", type=int, metavar="N", help="seed of the order (0)")
     add("--memory", metavar="SIZE", help="approximate memory limit (4GB)")
@@ -705,7 +707,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     handler = logging.StreamHandler(remarks)
     handler.setFormatter(_Printable("%(message)s"))
     logging.basicConfig(handlers=[handler])
-    logging.getLogger("scforge").setLevel(logging.INFO)
+    logging.getLogger("scforge").setLevel(logging.WARNING if options.get("quiet") else logging.INFO)
     with warnings.catch_warnings(), silent_loading() if options.get("quiet") else contextlib.nullcontext():
         # Warnings of libraries are for developers; those of scforge are for the user.
         warnings.simplefilter("ignore")

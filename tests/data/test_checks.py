@@ -266,3 +266,25 @@ def test_chunks_are_taken_from_each_group_in_turn():
     rows = choose_chunks(100, 30, 1, groups=groups)
     assert np.unique(groups[rows], return_counts=True)[1].tolist() == [13, 12, 5]
     assert set(groups[choose_chunks(100, 30, 10, groups=groups)]) == {"a", "b", "c"}
+
+
+def test_a_value_close_to_a_whole_number_is_shown_with_all_digits(tiny_adata):
+    tiny_adata.X = tiny_adata.X.toarray().astype(np.float64)
+    tiny_adata.X[0, 0] = 13.0000001
+    with pytest.raises(DataError, match=r"not whole numbers \(first: 13\.0000001\)"):
+        counts_of(tiny_adata)
+
+
+def test_masked_counts_are_refused(tiny_adata):
+    masked = np.ma.masked_array(tiny_adata.X.toarray(), mask=np.eye(60, 80, dtype=bool))
+    tiny_adata.layers["masked"] = tiny_adata.X.toarray()
+    tiny_adata.layers._data["masked"] = masked
+    with pytest.raises(DataError, match=r"adata.layers\['masked'\] contains 60 masked values; replace them"):
+        counts_of(tiny_adata, "masked")
+
+
+def test_spaces_around_gene_names_are_left_out(tiny_adata, tiny_vocab):
+    expected = open_cells(tiny_adata, tiny_vocab).counts
+    names = [f"{name} " if place % 3 == 0 else name for place, name in enumerate(tiny_adata.var_names)]
+    tiny_adata.var_names = names
+    assert (open_cells(tiny_adata, tiny_vocab).counts != expected).nnz == 0

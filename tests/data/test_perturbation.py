@@ -58,3 +58,9 @@ def test_pertpy_takes_labels_apart_alike():
     singles = {some[0] for some in targets if len(some) == 1}
     ours = {"+".join(some) for some in targets if len(some) == 2 and singles.issuperset(some)}
     assert set(scores.index) == ours == {"A+B", "B+C"}
+
+
+def test_a_control_with_the_separator_in_its_name_is_part_of_a_combination():
+    obs = pd.DataFrame({"gene": ["A+non+targeting", "non+targeting", "A + B", "non+targeting+B"]})
+    keys = PerturbationKeys("gene", control="non+targeting")
+    assert parse_perturbations(obs, keys) == [("A",), (), ("A", "B"), ("B",)]

@@ -1,3 +1,4 @@
+import random
 from collections.abc import Callable
 from functools import partial
 from unittest.mock import Mock
@@ -446,3 +447,21 @@ def test_cells_are_opened_again_where_they_have_changed(model: Encoder, monkeypa
     Encoder.setup_anndata(copy, layer=model._setup_of(model.adata)["layer"])
     np.testing.assert_array_equal(after, model.get_latent_representation(copy))
     assert np.abs(after - before).max() > 0
+
+
+def _random_states() -> list[str]:
+    numpy_state = [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()]
+    return [repr(state) for state in (random.getstate(), numpy_state, torch.get_rng_state().tolist())]
+
+
+def test_random_numbers_of_the_caller_stay(tiny_adata: ad.AnnData) -> None:
+    before = _random_states()
+    Encoder.setup_anndata(tiny_adata, labels_key="group")
+    model = Encoder(tiny_adata, hidden_dim=8)
+    model.train(1, batch_size=16, progress_bar=False)
+    model.get_latent_representation()
+    annotator = model.finetune("annotation", max_epochs=1, batch_size=16, progress_bar=False)
+    annotator.predict()
+    annotator.evaluate()
+    Encoder.load_query_data(tiny_adata[:30].copy(), model)
+    assert _random_states() == before

@@ -252,3 +252,11 @@ def test_a_key_that_names_nothing(trained: Encoder, tmp_path: Path) -> None:
     annotator.train(**TRAINING)
     annotator.evaluate(key_added=None, baselines=False)
     assert "scforge" not in annotator.adata.uns or None not in annotator.adata.uns["scforge"]
+
+
+def test_harmony_on_one_batch_says_what_is_missing(trained: Encoder) -> None:
+    cells = trained.adata.copy()
+    cells.obs["site"] = "one"
+    Encoder.setup_anndata(cells, labels_key="group", batch_key="site")
+    with pytest.raises(DataError, match=r"batch_key='site' has only one value \('one'\); choose"):
+        evaluate_models(trained, cells, baselines=["harmony"])

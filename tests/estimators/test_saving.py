@@ -1,4 +1,6 @@
+import copy
 import os
+import pickle
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -214,3 +216,13 @@ def test_words_of_scvi_tools_for_a_folder(model: Encoder, folder: Path) -> None:
     assert Encoder.load(folder, accelerator="cpu").device.type == "cpu"
     registry = Encoder.load_registry(folder)
     assert (registry["model_name"], registry["setup_args"]["labels_key"]) == ("Encoder", "group")
+
+
+def test_a_model_is_not_pickled_but_copied(model):
+    with pytest.raises(OptionError, match=r"a model cannot be pickled; call model\.save\(folder\), and Encoder\.load"):
+        pickle.dumps(model)
+    shallow, deep = copy.copy(model), copy.deepcopy(model)
+    assert shallow.module is model.module
+    assert deep.module is not model.module
+    expected = model.get_latent_representation(key_added=None)
+    np.testing.assert_array_equal(deep.get_latent_representation(key_added=None), expected)

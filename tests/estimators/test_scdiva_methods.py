@@ -197,3 +197,11 @@ def test_models_that_cannot(cells: ad.AnnData, model: ScDiVa) -> None:
         OptionError, match="supervised=True, but the objective 'masked_diffusion' does not learn labels"
     ):
         made(cells, objective="masked_diffusion", supervised=True)
+
+
+def test_a_batch_of_a_query_has_no_effect_for_a_model_with_batches(tiny_adata):
+    ScDiVa.setup_anndata(tiny_adata, batch_key="batch")
+    model = ScDiVa(tiny_adata, hidden_dim=8, num_layers=1, num_heads=2, latent_dim=4)
+    model.is_trained_ = True
+    with pytest.raises(OptionError, match="'variational' that learns nothing about the batches of a query; omit"):
+        ScDiVa.load_query_data(tiny_adata, model, batch_key="batch")

@@ -367,6 +367,8 @@ def _is_numeric(matrix: Any) -> bool:
 
 
 def _as_csr(matrix: Any, where: str) -> sparse.csr_matrix:
+    if isinstance(matrix, np.ma.MaskedArray) and (n_masked := np.ma.count_masked(matrix)):
+        raise DataError(f"{where} contains {n_masked:,} masked values; replace them, e.g. with matrix.filled(0).")
     if hasattr(matrix, "compute"):  # a dask array; SciPy takes one of sparse blocks for something else
         matrix = matrix.compute()
     dtype = getattr(matrix, "dtype", np.dtype(np.float32))
@@ -385,7 +387,7 @@ def value_problem(data: np.ndarray) -> str | None:
     if data.dtype.kind == "f" and len(data) and data.max() > _MAX_COUNT:
         return f"contains values above the largest float32, {_MAX_COUNT:.1e} (largest: {data.max():g})"
     if data.dtype.kind == "f" and (fractional := data != np.floor(data)).any():
-        return f"contains values that are not whole numbers (first: {data[fractional][0]:g})"
+        return f"contains values that are not whole numbers (first: {data[fractional][0]})"
     return None
 
 
@@ -423,7 +425,7 @@ def gene_names(adata: AnnData, gene_key: str | None = None) -> np.ndarray:
 
 
 def names_of(var: pd.DataFrame, gene_key: str | None = None) -> np.ndarray:
-    """Return the gene names in a gene table, as :func:`gene_names` does."""
+    """Return the gene names in a gene table, as :func:`gene_names` does, without spaces around them."""
     where = names_place(gene_key)
     if gene_key is not None:
         check_known("gene_key", gene_key, var.columns, "adata.var")
@@ -431,4 +433,5 @@ def names_of(var: pd.DataFrame, gene_key: str | None = None) -> np.ndarray:
     missing = np.asarray(names.isna())
     if missing.any():
         raise DataError(f"{where} has {int(missing.sum())} missing gene names; fill in the names or drop these genes.")
-    return np.asarray(names, dtype=object).astype(str)
+    found = np.asarray(names, dtype=object).astype(str)
+    return np.char.strip(found) if len(found) else found

@@ -114,7 +114,7 @@ def warn_of_lacking(lacking: np.ndarray, names: Sequence[str], column: str, what
         End of the sentence: what is done about it, or what to do.
     """
     numbers = lacking.sum(axis=1)
-    few = [f"{str(names[group])!r} lacks {numbers[group]:,}" for group in np.flatnonzero(numbers)]
+    few = [f"{str(name)!r} lacks {number:,}" for name, number in zip(names, numbers, strict=True) if number]
     more = f" and {len(few) - _MOST} more" if len(few) > _MOST else ""
     warn(
         f"some batches of obs[{column!r}] do not measure genes that others measure ({', '.join(few[:_MOST])}{more} "

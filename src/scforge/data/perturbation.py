@@ -92,13 +92,26 @@ def parse_perturbations(obs: pd.DataFrame, keys: PerturbationKeys) -> list[tuple
     return [targets[code] for code in codes]
 
 
+def label_parts(label: str, control: str, separator: str | None) -> list[str]:
+    """Split a label at the separator; the control stays whole, even if its name contains the separator.
+
+    Examples
+    --------
+    >>> label_parts("A + non+targeting", "non+targeting", "+")
+    ['A', 'non+targeting']
+    """
+    if separator is None:
+        return [label]
+    parts, whole = ([part.strip() for part in text.split(separator)] for text in (label, control))
+    for start in range(len(parts) - len(whole) + 1):
+        if parts[start : start + len(whole)] == whole:
+            return [*parts[:start], control, *parts[start + len(whole) :]]
+    return parts
+
+
 def _parts(label: str, keys: PerturbationKeys) -> list[str]:
     """Split a label into its parts."""
-    # The control itself may have the separator in its name.
-    if keys.separator is None or label == keys.control:
-        parts = [label]
-    else:
-        parts = [part.strip() for part in label.split(keys.separator)]
+    parts = label_parts(label, keys.control, keys.separator)
     cut = any(part.count("(") != part.count(")") for part in parts) and label.count("(") == label.count(")")
     if cut or not all(parts):
         what = "within brackets" if cut else "into empty parts"

@@ -1204,6 +1204,12 @@ def _place(place: str, modality: str | None, options: Mapping[str, Any] | None) 
             check_file(path)
         elif not any((path / name).exists() for name in _ZARR_METADATA):
             raise DataError(f"{place!r} is a folder without zarr metadata; pass an h5ad file or a zarr folder.")
-    if path.suffix in _READERS and not path.is_dir():
-        raise DataError(f"{place!r} is not an h5ad or zarr file; read it with {_READERS[path.suffix]} and write h5ad.")
+    check_format(path)
     return Location(place, modality, options)
+
+
+def check_format(path: Path) -> None:
+    """Raise a DataError with advice if the file has the extension of another format."""
+    if path.suffix in _READERS and not path.is_dir():
+        reader = _READERS[path.suffix]
+        raise DataError(f"{str(path)!r} is not an h5ad or zarr file; read it with {reader} and write h5ad.")

@@ -52,6 +52,7 @@ from scforge.data.readers import (
     Location,
     Matrix,
     StoredAdata,
+    check_format,
     identity_of,
     is_collection,
     is_query,
@@ -98,8 +99,8 @@ def _in_memory(
     of_sources = np.stack([gene_map.measured for gene_map in maps])
     measured = of_sources.any(axis=0)
     if not (of_sources == measured).all():
-        sums = np.bincount(counts.indices, counts.data, minlength=vocab.n_genes)
-        warn_of_partial(share_of_partial(sums, of_sources), of_sources)
+        of_genes = np.bincount(counts.indices, counts.data, minlength=vocab.n_genes)
+        warn_of_partial(share_of_partial(of_genes, of_sources), of_sources)
     return CellSource(
         counts=counts,
         totals=totals,
@@ -430,6 +431,7 @@ def _read_one(path: Path) -> AnnData:
     import anndata
 
     check_file(path)
+    check_format(path)
     with reading(repr(str(path)), how="as an h5ad file"), warnings.catch_warnings():
         # What it advises, to number them, would hide which columns mean one gene; scforge sums those.
         warnings.filterwarnings("ignore", message="Variable names are not unique")
@@ -569,6 +571,7 @@ def inspect_h5ad(
     """
     check_count("n_top", n_top, "genes", least=0)
     given = None if vocab is None else open_vocab(vocab)
+    check_format(Path(path))
     with reading(repr(os.fspath(path)), fix="write the file again"), Location(os.fspath(path)).open() as opened:
         obs, var, matrix = opened.obs, opened.var, opened.matrix(layer)
         names = names_of(var, gene_key)

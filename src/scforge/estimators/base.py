@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import html
 import inspect
 import os
@@ -10,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 import pandas as pd
@@ -525,6 +526,24 @@ class CellModel(BaseModelClass, metaclass=_Front):
     @property
     def _setup(self) -> dict[str, Any]:
         return self.registry_["setup_args"]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be pickled."""
+        raise OptionError(
+            f"a model cannot be pickled; call model.save(folder), and {type(self).__name__}.load(folder) elsewhere."
+        )
+
+    def __copy__(self) -> Self:
+        """Return a model that shares everything with this one."""
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return an independent model."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
 
     def _cells(self, adata: AnnData | Cells | str | os.PathLike[str] | None = None) -> Cells:
         """Open cells over the genes of the model. If None, uses the training cells."""

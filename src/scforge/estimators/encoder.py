@@ -1030,7 +1030,9 @@ class Encoder(CellModel):
         if reference_cells is not None and not stays:
             raise OptionError(f"reference_cells has no effect for {of}; omit reference_cells.")
         if batch_key is not None and not known.get("batches") and reference_cells is None:
-            raise OptionError(f"batch_key={batch_key!r} has no effect for {of} without batches; omit batch_key.")
+            pretraining_batches = pretraining.config().get("batches")
+            why = "that learns nothing about the batches of a query" if pretraining_batches else "without batches"
+            raise OptionError(f"batch_key={batch_key!r} has no effect for {of} {why}; omit batch_key.")
         source = reference._source(query)
         cells: Any = reference._open(source)
         split: dict[str, Any] = {"validation_size": validation_size, "test_size": 0.0, "seed": seed}

@@ -231,7 +231,8 @@ def _evaluate_embeddings(
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise OptionError(f"two rows of the report have the name {twice[0]!r}; rename the model or the embedding.")
     rows = _unseen(every, adata)
-    notes = [] if evaluations else _fit_to(chosen, keys, adata, rows, given=given["batch_key"])
+    needed = given["batch_key"] is not None or (not isinstance(baselines, bool) and "harmony" in baselines)
+    notes = [] if evaluations else _fit_to(chosen, keys, adata, rows, needs_batches=needed)
     before = dict(adata.obsm)
     first_name, first = next(iter(every.items()))
     kinds: dict[str, Kind] = {}
@@ -294,14 +295,14 @@ def _evaluate_embeddings(
 
 
 def _fit_to(
-    chosen: list[Any], keys: dict[str, str | None], adata: AnnData, rows: np.ndarray | None, *, given: str | None
+    chosen: list[Any], keys: dict[str, str | None], adata: AnnData, rows: np.ndarray | None, *, needs_batches: bool
 ) -> list[str]:
     """Remove default benchmarks that cannot be computed for these cells, and return notes for the report."""
     notes = []
     obs = adata.obs if rows is None else adata.obs.iloc[rows]
     batch = keys["batch_key"]
     batches = None if batch is None else texts_of(obs[batch], key=batch, argument="batch_key")
-    if given is None and batches is not None and (len(batches.categories) < 2 or batches.isna().any()):
+    if not needs_batches and batches is not None and (len(batches.categories) < 2 or batches.isna().any()):
         keys["batch_key"] = None
         notes.append(f"obs[{batch!r}], the batch column, has only one batch or missing values, so batches are ignored.")
     n_labeled = int(labels_of(obs[keys["labels_key"]], key=str(keys["labels_key"])).notna().sum())

@@ -17,6 +17,7 @@ from scipy import sparse
 from torch import nn
 
 from scforge._checks import check_count
+from scforge._columns import texts_of
 from scforge._registry import check_defines
 from scforge.config.aliases import config_error
 from scforge.config.schema import ModelConfig
@@ -576,9 +577,9 @@ def vocab_of_cells(
         columns = {name: column.iloc[rows] for name, column in columns.items()}
         lacking = _lacking(some.counts, columns, np.ones(made.n_genes, dtype=bool), chooses=chooses)
     if lacking.any():
-        kept = kept_genes(keep_genes, made, "the cells") if len(keep_genes) else []
         shared = ~lacking
-        shared[kept] = True
+        if len(keep_genes):
+            shared[kept_genes(keep_genes, made, "the cells")] = True
         made = made.subset(shared)
         cells = cells.with_vocab(made)
     if n_top_genes is not None and n_top_genes < made.n_genes:
@@ -618,10 +619,11 @@ def _lacking(
     found = np.zeros(len(among), dtype=bool)
     rows = choose_rows(counts.shape[0], _CELLS_OF_BATCHES)
     counts = counts[rows]
-    reports = []
+    reports: list[tuple[np.ndarray, Sequence[str], str]] = []
     for name, column in columns.items():
-        codes, batches = pd.factorize(np.asarray(column.astype(object).iloc[rows], dtype=object))
-        lacking = lacking_genes(counts, codes) & among
+        of_cells = texts_of(column.iloc[rows], key=str(name), argument="batch_key")
+        batches: Sequence[str] = list(of_cells.categories)
+        lacking = lacking_genes(counts, np.asarray(of_cells.codes)) & among
         if lacking.any() and not any((lacking == other).all() for other, *_ in reports):
             reports.append((lacking, batches, name))
             found |= lacking.any(axis=0)

@@ -114,3 +114,15 @@ def test_numbers_of_all_kinds(cells200, values):
     again = get_task("regression", **json.loads(json.dumps({**task.config(), **found})))
     assert again.config() == {**task.config(), **found}
     assert again.options_from(lambda key: cells200.obs[key]) == {}
+
+
+def test_numbers_in_a_column_of_objects_are_numbers(aged):
+    values = [None if row == 3 else int(age) if row % 2 else age for row, age in enumerate(aged.obs["age"])]
+    aged.obs["mixed"] = pd.Series(values, index=aged.obs_names, dtype=object)
+    task = get_task("regression", labels_key="mixed")
+    targets = task.read(aged.obs.__getitem__)
+    assert np.isnan(targets[3])
+    assert targets[[4, 5]].tolist() == [aged.obs["age"].iloc[4], int(aged.obs["age"].iloc[5])]
+    aged.obs["mixed"] = [*values[:-1], "old"]
+    with pytest.raises(DataError, match="does not contain numbers"):
+        task.read(aged.obs.__getitem__)

@@ -17,6 +17,7 @@ from torch import nn
 from scforge._checks import check_choice, check_count, check_known
 from scforge._constants import PAD_ID, UNS_KEY
 from scforge.data.cells import CellBlock, Cells, CellSource, choose_rows
+from scforge.data.perturbation import label_parts
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, OptionError, listing
 from scforge.eval.expression import Effects, effects_of, log_expression, moments
@@ -274,7 +275,7 @@ class Perturbation(Task):
 
     def parts(self, name: str) -> tuple[str, ...]:
         """Return the targets in the name of a perturbation."""
-        found = [name] if self.separator is None else [part.strip() for part in name.split(self.separator)]
+        found = label_parts(name, self.control, self.separator)
         return tuple(sorted({part for part in found if part and part != self.control}))
 
     def _targets_of(self, argument: str, names: Sequence[str]) -> list[tuple[str, ...]]:

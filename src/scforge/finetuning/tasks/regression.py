@@ -26,6 +26,9 @@ from scforge.finetuning.supervised import SupervisedTask
 
 _LOSSES: dict[str, Callable[..., torch.Tensor]] = {"huber": F.huber_loss, "mse": F.mse_loss}
 
+_NUMBERS = ("integer", "floating", "mixed-integer-float")
+"""Contents of a column of Python objects that are numbers."""
+
 
 @register_task("regression")
 class Regression(SupervisedTask):
@@ -102,6 +105,8 @@ class Regression(SupervisedTask):
             If the column contains booleans, text or infinite values.
         """
         values = column(self.labels_key)
+        if values.dtype == object and pd.api.types.infer_dtype(values, skipna=True) in _NUMBERS:
+            values = pd.to_numeric(values)
         kinds = values.cat.categories if isinstance(values.dtype, pd.CategoricalDtype) else values
         if pd.api.types.is_bool_dtype(kinds) or not pd.api.types.is_numeric_dtype(kinds):
             first = next(iter(values.dropna()), None)
