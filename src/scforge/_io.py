@@ -1,7 +1,7 @@
 """Reading and writing files: this module alone decides what may be written, replaced and removed.
 
-An existing file is replaced only if the user allows it, a folder only if in addition scforge wrote all of it, and a
-file beside those of scforge never. Names within a folder are constants of this module; names that a file contains are
+An existing file is replaced only if the user allows it, a folder only if in addition scforge wrote all of it, and
+other files in it never. Names within a folder are constants of this module; names that a file contains are
 never used as paths. Working files have random names next to their target, and links are not followed. Reading changes
 nothing.
 """
@@ -227,7 +227,7 @@ def atomic_folder(
 
     A new folder appears only when it is complete. In an existing folder, which may be the working directory or the
     target of a link, only the files of the model are replaced. If a process is killed meanwhile, :func:`read_settled`
-    reads the complete old or new model, and the next save removes what was left. Files are flushed to disk before they
+    reads the complete old or new model, and the next save removes its temporary files. Files are flushed to disk before they
     are renamed, so they also survive a power failure. Concurrent writers wait for each other.
 
     Parameters
