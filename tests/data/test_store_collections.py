@@ -46,6 +46,15 @@ def test_a_collection_of_annbatch(many_adata, tmp_path, assert_same):
     assert cells.counts_kept == pytest.approx(memory.counts_kept)
 
 
+@pytest.mark.parametrize("part", ["data", "indices", "indptr"])
+def test_a_collection_that_loses_a_chunk(many_adata, tmp_path, part):
+    write_foreign(tmp_path / "s.zarr", [many_adata[:300].copy(), many_adata[300:].copy()])
+    cells = open_cells(tmp_path / "s.zarr")
+    (tmp_path / "s.zarr" / "dataset_1" / "X" / part / "c/0").unlink()
+    with pytest.raises(DataError, match=rf"dataset_1/X/{part}/c/0' is missing; copy the data again"):
+        cells.block(np.arange(700))
+
+
 def test_stored_zeros_unsorted_rows_and_repeated_genes(tmp_path):
     counts = sparse.csr_matrix(
         (np.array([5, 0, 2, 200, 100, 1], dtype=np.uint8), np.array([3, 0, 1, 2, 2, 0]), [0, 3, 6]), shape=(2, 4)
