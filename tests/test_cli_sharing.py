@@ -55,6 +55,7 @@ def test_a_card_that_somebody_has_written_is_kept(hub, model: Encoder, told: Cal
     capsys.readouterr()
     message = told("push", "base", "org/light", "--license", "mit")
     assert "contains a README.md that was written or edited by hand, but license (--license) requires a gen" in message
+    Path("base/README.md").unlink()  # an edited card would be kept
     model.save("base", overwrite=True)
     assert main(shlex.split("push base org/new --license mit --data 'PBMC 3k' more --citation 'Us 2026'")) == 0
     text = hub.files("org/new")["README.md"].decode()

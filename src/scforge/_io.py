@@ -227,8 +227,8 @@ def atomic_folder(
 
     A new folder appears only when it is complete. In an existing folder, which may be the working directory or the
     target of a link, only the files of the model are replaced. If a process is killed meanwhile, :func:`read_settled`
-    reads the complete old or new model, and the next save removes its temporary files. Files are flushed to disk before they
-    are renamed, so they also survive a power failure. Concurrent writers wait for each other.
+    reads the complete old or new model, and the next save removes its temporary files. Files are flushed to disk before
+    they are renamed, so they also survive a power failure. Concurrent writers wait for each other.
 
     Parameters
     ----------

@@ -123,11 +123,12 @@ def test_a_store_behind_a_url_has_the_same_cells(store, s3, answers):
 
 @pytest.mark.parametrize("part", ["X/data", "X/indices", "X/indptr", "obs/scforge_total"])
 def test_a_chunk_that_is_removed_from_the_server(store, s3, part):
-    files(s3).put(str(store), "bucket/broken.zarr", recursive=True)
-    url = "s3://bucket/broken.zarr"
+    name = f"broken_{part.rpartition('/')[2]}.zarr"
+    files(s3).put(str(store), f"bucket/{name}", recursive=True)
+    url = f"s3://bucket/{name}"
     there = StoreCells.open(url, storage_options=options(s3))
-    files(s3).rm(f"bucket/broken.zarr/dataset_0/{part}/c", recursive=True)
-    with pytest.raises(DataError, match=rf"s3://bucket/broken\.zarr/dataset_0/{part}/c/0' is missing; copy the data"):
+    files(s3).rm(f"bucket/{name}/dataset_0/{part}/c", recursive=True)
+    with pytest.raises(DataError, match=rf"{url}/dataset_0/{part}/c/0' is missing; copy the data"):
         (StoreCells.open(url, storage_options=options(s3)) if "obs" in part else there).block(np.arange(N_CELLS))
 
 

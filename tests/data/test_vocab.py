@@ -251,5 +251,6 @@ def test_mapping_is_the_sum_of_the_columns_of_a_gene(cells, version, other):
     adata.var_names = [f"{gene}.{version}" for gene in [*VOCAB.genes, *"abcdef"][: len(names)]]
     assert GeneVocab.from_adata(adata).genes[:6] == VOCAB.genes[: len(names)]
     made = GeneVocab.from_adata(adata, gene_key="name")
+    names = [name.strip() for name in names]
     assert (made.gene_indices(names) >= 0).all()
     assert GeneMap.of(names, made).apply(counts).sum() == counts.sum()

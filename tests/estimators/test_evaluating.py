@@ -166,7 +166,11 @@ def test_files(trained: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     evaluate_to("a/final", "cells.h5ad", "figures.csv", **options)
     assert set(pd.read_csv("figures.csv")["method"]) == {"X_scforge", "X_untrained", "PCA"}
     for cells, wrong, message in (
-        ("cells.h5ad", {"output": "out"}, r"output='out' already contains a report; choose another folder, or pass"),
+        (
+            "cells.h5ad",
+            {"output": "out"},
+            r"output='out' already contains 'report.json', .*; choose another folder, or pass",
+        ),
         ("cells.h5ad", {"base_model": "b/final"}, "base_model='b/final' has no effect if embeddings are scored"),
         ("cells.h5ad", {"frob": 1}, "frob=1 has no effect if embeddings are scored"),
         ("cells", {}, "must be an h5ad file or the name of a data set in scforge.datasets"),

@@ -162,7 +162,7 @@ def test_a_store(run: Callable[..., FinetuningResult], store: Path, caplog: pyte
     assert [message.split()[0] for message in caplog.messages] == ["Opened", "The"], "once, and how many are known"
     table = pd.read_csv("labels.csv", index_col=0)
     assert table.index.str.startswith("cell").all()
-    assert list(table) == ["label", "confidence", "entropy"]
+    assert list(table) == ["label", "confidence", "entropy", "scforge_split"]
     with pytest.raises(OptionError, match="requires cells from an h5ad file"):
         predict_to("ck/final", store, "labels.h5ad")
     # The cells that were held out, also where the store is at another place.

@@ -104,7 +104,7 @@ def test_the_configuration_is_kept_and_results_are_replaced_if_told(run) -> None
     before = run(SMALL, *keep).module.state_dict()
     kept = load_config("ck/config.yaml")
     assert kept == load_config("config.yaml", keep)
-    with pytest.raises(ConfigError, match=r"output\.embedding='out\.h5ad' exists"):
+    with pytest.raises(OptionError, match=r"output\.embedding='out\.h5ad' exists"):
         run(SMALL, keep[1])
     with pytest.raises(OptionError, match=r"checkpoint_dir='ck'"):
         run(SMALL, keep[0])

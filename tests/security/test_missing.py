@@ -51,9 +51,10 @@ def test_cells_of_a_store(model: Encoder, copied: Path, use: Callable[[Encoder],
 @pytest.mark.parametrize("part", ["X/data", "X/indices", "X/indptr", "obs/_index", "var/_index"])
 def test_an_anndata_in_zarr(tiny_adata: ad.AnnData, tmp_path: Path, version: int, part: str):
     place = tmp_path / "a.zarr"
-    with warnings.catch_warnings(), ad.settings.override(zarr_write_format=version):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tiny_adata.write_zarr(place)
+        with ad.settings.override(zarr_write_format=version):
+            tiny_adata.write_zarr(place)
     (chunk,) = (path for path in (place / part).rglob("0") if path.is_file() and "mask" not in path.parts)
     chunk.unlink()
     for read in (open_cells, lambda source: convert(source, tmp_path / "s.zarr", progress=False)):
@@ -65,7 +66,9 @@ def test_an_anndata_in_zarr(tiny_adata: ad.AnnData, tmp_path: Path, version: int
 @pytest.mark.parametrize("n_genes", [1, 2])
 def test_chunks_of_zeros_are_written(tmp_path: Path, n_genes: int):
     """Only the first gene is expressed, in all cells or in a few, so that indices or boundaries are zeros."""
-    counts = sparse.csr_matrix((np.ones(50, dtype=np.int32), np.zeros(50, dtype=np.int32), np.arange(51)), (50, n_genes))
+    counts = sparse.csr_matrix(
+        (np.ones(50, dtype=np.int32), np.zeros(50, dtype=np.int32), np.arange(51)), (50, n_genes)
+    )
     adata = ad.AnnData(counts)
     adata.obs["one"] = 0
     adata.obs["no"] = False

@@ -41,7 +41,7 @@ VALUES = [
     (np.nan, "cells contains 1 missing or infinite values"),
     (-np.inf, "cells contains 1 missing or infinite values"),
     (0.5, "cells contains values that are not whole numbers (first: 0.5)"),
-    (1e39, "cells contains values that are too large (largest: 1e+39)"),
+    (1e39, "cells contains values above the largest float32, 3.4e+38 (largest: 1e+39)"),
 ]
 
 

@@ -16,7 +16,6 @@ from safetensors import SafetensorError
 from scforge._io import (
     check_folder,
     is_model,
-    is_unedited,
     locked,
     others_in,
     read_json,
@@ -266,7 +265,7 @@ class RunFolder:
         return self.path.resolve() in (state.parent.resolve(), state.resolve().parent)
 
     def check_free(self, *, resumes: bool = False, overwrite: bool = False) -> None:
-        """Raise an error if the folder contains outputs of another training run, or files that a run would replace.
+        """Raise an error if the folder contains outputs of another training run, or other files in their place.
 
         Parameters
         ----------
@@ -281,18 +280,13 @@ class RunFolder:
         OptionError
             If the folder contains outputs; the message names the options.
         """
-        prefix, config = f"checkpoint_dir={str(self.path)!r}", self.path / CONFIG_FILE
-        if os.path.lexists(config) and not is_unedited(config):
-            raise OptionError(
-                f"{prefix} contains {CONFIG_FILE!r}, which training would replace, but which scforge did not write or "
-                "which has been edited; rename the file, or choose another folder."
-            )
         found = self.parts()
-        if others := [part for part in found if not resumes and not is_model(part)]:
+        if others := [part for part in found if overwrite and not is_model(part)]:
             inside = others_in(others[0]) if others[0].is_dir() and not others[0].is_symlink() else []
             name = f"{others[0].name}/{inside[0]}" if inside else others[0].name
             raise OptionError(
-                f"{prefix} contains {name!r}, which is not part of an scforge model; move it, or choose another folder."
+                f"checkpoint_dir={str(self.path)!r} contains {name!r}, which is not part of an scforge model; move it, "
+                "or choose another folder."
             )
         if overwrite:
             return

@@ -115,11 +115,11 @@ def _check_embedding(config: Config, *, replaces: bool) -> None:
         return
     output = Path(config.output.embedding)
     place, prefix = output.resolve(), f"output.embedding={str(output)!r}"
-    check_output("output.embedding", output, overwrite=replaces)
     read = [*(config.data.paths or []), *config.eval.datasets.values()]
     files = [Path(path).resolve() for path in read if not is_url(path)]
     if any(file == place or place.match(str(file)) for file in files):  # or what a pattern would find
         raise ConfigError(f"{prefix} is an input file and would be overwritten; choose another name.")
+    check_output("output.embedding", output, overwrite=replaces)
 
 
 def check_start(config: Config, *, resume: Any, overwrite: bool) -> None:
@@ -160,6 +160,11 @@ def check_run(config: Config, *, resume: Any, overwrite: bool) -> None:
     # Of several processes the first alone looks whether the folder is free.
     if run is None or process_rank():
         return
+    if os.path.lexists(run.path / CONFIG_FILE) and not is_unedited(run.path / CONFIG_FILE):
+        raise OptionError(
+            f"checkpoint_dir={str(run.path)!r} contains {CONFIG_FILE!r}, which training would replace, but which "
+            "scforge did not write or which has been edited; rename the file, or choose another folder."
+        )
     run.check_free(resumes=resume == _AUTO or (state is not None and run.holds(state)), overwrite=overwrite)
     if config.finetune is not None and config.finetune.evaluate and os.path.lexists(run.path / EVALUATION_FILE):
         check_output("evaluation", run.path / EVALUATION_FILE, overwrite=overwrite or resume is not None)

@@ -50,7 +50,7 @@ def test_what_is_written(cells200, tuned, tmp_path):
     # Cells keep their order, though those of like length share a batch.
     assert len(np.unique(predictor.cells.n_expressed)) > 5
     whole = predictor.task.predict(predictor, None, soft=True)
-    assert isinstance(whole.index, pd.RangeIndex)
+    assert whole.index.equals(cells200.obs_names)
     for row in (0, 77, 199):
         alone = torch.from_numpy(predictor.outputs(np.array([row])))
         np.testing.assert_allclose(alone.softmax(dim=1)[0], whole.iloc[row], atol=1e-5)
