@@ -16,7 +16,7 @@ from scforge.estimators import Encoder
 from scforge.training import CellDataModule
 
 LIGHT = {"hidden_dim": 8, "ffn_dim": 8, "latent_dim": 4}
-MISSING = r"\.zarr/.*c/0' is missing; copy the data again"
+MISSING = r"\.zarr/.*c/\d+' is missing; copy the data again"
 
 
 @pytest.fixture
