@@ -143,7 +143,8 @@ def _factorized(values: pd.Series) -> tuple[np.ndarray, Sequence[Any]]:
     if mixed or getattr(dtype, "type", None) in (list, dict):
         # A hash table would merge 1 and True, and refuse lists.
         return np.arange(len(values)), list(array)
-    codes, uniques = pd.factorize(array)
+    is_plain = isinstance(values.dtype, np.dtype) and values.dtype.kind not in "mM"
+    codes, uniques = pd.factorize(np.asarray(array) if is_plain else array)
     return codes, list(uniques)
 
 

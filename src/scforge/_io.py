@@ -166,6 +166,21 @@ def is_unedited(path: Path) -> bool:
     return text == signed(text.partition("\n")[2])
 
 
+_MARK = "<!-- Written by scforge ({}). -->\n"
+"""Last line of a model card, with a checksum of the text above, so that edited cards are not replaced."""
+
+
+def marked(card: str) -> str:
+    """Return the text of a model card with the last line by which :func:`is_own_card` recognizes it."""
+    return card + _MARK.format(hashlib.sha256(card.encode()).hexdigest()[:16])
+
+
+def is_own_card(card: str) -> bool:
+    """Return whether a model card was written by scforge and has not been edited since."""
+    *above, _ = card.splitlines(keepends=True) or [""]
+    return card == marked("".join(above))
+
+
 class _KeepsError(io.FileIO):
     """A file that keeps the first write error and writes nothing afterwards; missing bytes are read as zeros."""
 
@@ -206,14 +221,17 @@ def new_h5(path: str | os.PathLike[str]) -> Iterator[h5py.File]:
                 raise raw.error
 
 
-_DESCRIPTIONS = ("config.json", "adapter.json", "export.json", "origin.json")
-_OWN = {"vocab.json", "model.safetensors", "adapter.safetensors", "split.safetensors"}
+_DESCRIPTIONS = ("config.json", "adapter.json", "export.json")
+_OWN = {"vocab.json", "model.safetensors", "adapter.safetensors", "split.safetensors", "origin.json"}
 _OWN |= {"training/state.json", "training/state.safetensors"}
 """Files that belong to scforge in each folder with a description by scforge."""
 
-_LISTED = {"README.md", "adata.h5ad", "weights.safetensors", "model.onnx", "model.pt2"}
+_LISTED = {"adata.h5ad", "weights.safetensors", "model.onnx", "model.pt2"}
 _LISTED |= {"token_dictionary.pkl", "gene_median_dictionary.pkl", "ensembl_mapping_dict.pkl"}
 """Files that belong to scforge if a description lists them with a checksum; otherwise they are a user's."""
+
+_CARD = "README.md"
+"""The model card, which belongs to scforge until a user edits it."""
 
 _WORKING, _SAVED = ".saving", ".saved"
 """Suffix of working files and folders, and folder of the complete files of a save that are moved into their place."""
@@ -401,11 +419,14 @@ def _own_names(folder: Path) -> set[str]:
     descriptions = _descriptions(folder)
     own = {*descriptions, *_OWN} if descriptions else set()
     for content in descriptions.values():
-        listed = [content.get(key) for key in ("sha256", "files")]
-        sums = {name: value for one in listed if isinstance(one, dict) for name, value in one.items()}
-        for name in _LISTED & sums.keys():
-            if name != "README.md" or (_is_plain(folder, name) and sha256_of(folder / name) == sums[name]):
-                own.add(name)  # users edit the card
+        sums = content.get("sha256")
+        own |= _LISTED & sums.keys() if isinstance(sums, dict) else set()
+    if (
+        descriptions
+        and _is_plain(folder, _CARD)
+        and is_own_card((folder / _CARD).read_bytes().decode(errors="replace"))
+    ):
+        own.add(_CARD)
     return {name for name in own if not os.path.lexists(folder / name) or _is_plain(folder, name)}
 
 
@@ -424,11 +445,11 @@ def _put_in_place(new: Path, path: Path, prefix: str) -> None:
     others = {name for name in _names(new) if os.path.lexists(path / name) and name not in own}
     parts = {part.name for part in new.iterdir() if part.is_dir()}
     others |= {name for name in parts if os.path.lexists(path / name) and not _is_folder(path / name)}
-    if "README.md" in others and own and _is_plain(path, "README.md"):
-        if sha256_of(path / "README.md") != sha256_of(new / "README.md"):
-            warn(f"{str(path / 'README.md')!r} may have been edited and is kept; it describes the earlier model.")
-        (new / "README.md").unlink()
-        others.remove("README.md")
+    if _CARD in others and own and _is_plain(path, _CARD):
+        if sha256_of(path / _CARD) != sha256_of(new / _CARD):
+            warn(f"{str(path / _CARD)!r} may have been edited and is kept; it describes the earlier model.")
+        (new / _CARD).unlink()
+        others.remove(_CARD)
     if others:
         raise OptionError(
             f"{prefix} contains {listing(sorted(others))}, which is not part of an scforge model; choose another name."
@@ -447,7 +468,9 @@ def _move_in(path: Path) -> None:
     saved = path / _SAVED
     if not _is_folder(saved):
         return
-    names = [name for name in _names(saved) if name in {*_DESCRIPTIONS, *_OWN, *_LISTED} and _is_plain(saved, name)]
+    names = [
+        name for name in _names(saved) if name in {*_DESCRIPTIONS, *_OWN, *_LISTED, _CARD} and _is_plain(saved, name)
+    ]
     described = any(name in _DESCRIPTIONS for name in names)
     stale = {name for name in _own_names(path) - set(names) if described and os.path.lexists(path / name)}
     # The old descriptions tell what is stale, so they go last.
@@ -482,7 +505,7 @@ def _copy(source: Path, target: Path) -> None:
 def _seen(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return an identifier of the files in a folder, which changes with each save."""
     found: dict[str, tuple[int, ...]] = {}
-    for name in (*_DESCRIPTIONS, *_OWN, *_LISTED, _SAVED):
+    for name in (*_DESCRIPTIONS, *_OWN, *_LISTED, _CARD, _SAVED):
         with contextlib.suppress(OSError):
             one = (folder / name).lstat()
             found[name] = (one.st_ino, one.st_mtime_ns, one.st_size)

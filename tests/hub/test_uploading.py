@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from scforge._io import marked
 from scforge.errors import HubError, MissingFileError, ModelFileError, OptionError
 from scforge.hub import upload
-from scforge.hub.uploading import marked
 
 # huggingface_hub sends large files with an argument that its HTTP client has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw:DeprecationWarning")

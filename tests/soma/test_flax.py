@@ -72,7 +72,7 @@ def test_weights_are_the_same_bytes_both_ways(ours, published, tmp_path):
     ours.save(path)
     assert path.read_bytes() == data
     assert Model.load(path, CONFIG).save_bytes() == Model.load_bytes(bytearray(data), CONFIG).save_bytes() == data
-    serde.Serde(ours).serialize_to_file(path)
+    serde.Serde(ours).serialize_to_file(path, overwrite=True)
     again = serde.Serde(Model(CONFIG, nnx.Rngs(5))).deserialize_from_file(path)
     assert again.save_bytes() == path.read_bytes() == data
 

@@ -61,7 +61,9 @@ def check_file(path: str | os.PathLike[str]) -> None:
 
 
 def similar_file(path: Path) -> str:
-    """Return ``"; did you mean 'x'?"`` for the most similar file name in the same folder, or a period."""
+    """Return the end of a sentence on a missing file: how to restore it, the most similar file name, or a period."""
+    if left := left_by_swap(path):
+        return f", because a process was killed while replacing it; rename {str(left[0])!r} to restore the earlier one."
     # The common ending makes all names alike, so it does not count.
     others = {other.stem: other.name for other in path.parent.glob(f"*{path.suffix}")}
     near = difflib.get_close_matches(path.stem, others, n=1, cutoff=0.7)
@@ -86,11 +88,6 @@ def check_exists(place: str | os.PathLike[str]) -> None:
     if any(mark in name for mark in "*?["):
         return
     if not Path(name).exists() and not is_unfinished(name):
-        if left := left_by_swap(Path(name)):
-            raise MissingFileError(
-                f"the file {name!r} does not exist, because a process was killed while replacing it; rename "
-                f"{str(left[0])!r} to restore the earlier one."
-            )
         raise MissingFileError(f"the file {name!r} does not exist{similar_file(Path(name))}")
     check_regular(name)
 

@@ -393,7 +393,7 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     >>> adata = scforge.datasets.pbmc3k()[:100, :50]
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     adata[:60].write_h5ad(f"{folder}/a.h5ad")
-    ...     adata[60:, :40].write_h5ad(f"{folder}/b.h5ad")
+    ...     adata[60:].write_h5ad(f"{folder}/b.h5ad")
     ...     both = read_h5ad([f"{folder}/a.h5ad", f"{folder}/b.h5ad"])
     >>> both.shape, both.obs["source_file"].nunique()
     ((100, 50), 2)

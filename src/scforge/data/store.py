@@ -36,7 +36,7 @@ from scforge.data.checks import (
     value_problem,
 )
 from scforge.data.genes import MIN_OVERLAP, GeneMap, map_names, warn_counts_outside, warn_empty
-from scforge.data.paths import STORE_KEY, holds_store, is_unfinished, is_url
+from scforge.data.paths import STORE_KEY, check_exists, holds_store, is_unfinished, is_url
 from scforge.data.readers import CHECKSUM, file_system, metadata_checksum, open_group, reading, root_attributes
 from scforge.data.sampling import Window
 from scforge.data.vocab import GeneVocab, open_vocab
@@ -204,6 +204,8 @@ def _attributes(path: str | os.PathLike[str], storage_options: Mapping[str, Any]
         raise DataError(f"{name!r} is a file, but a store is a folder; create one with scforge convert FILE -o STORE.")
     if not is_url(name) and is_unfinished(name):
         raise DataError(f"{name!r} is incomplete; run the same scforge convert command again.")
+    if not is_url(name):
+        check_exists(name)
     raise MissingFileError(f"the store {name!r} does not exist.")
 
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from scforge._io import marked
 from scforge._text import markdown
 from scforge._version import __version__
 from scforge.errors import ModelFileError, OptionError, listing
 from scforge.estimators.spec import ModelSpec
-from scforge.hub.uploading import marked
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -267,8 +267,7 @@ def write_folder(
             seen.save(folder)
         if adata is not None:
             write_h5ad(folder / ADATA, adata)
-        files = [_WEIGHTS, _VOCAB, _CARD, *([] if adata is None else [ADATA])]
-        sums = {name: sha256_of(folder / name) for name in files}
+        sums = {name: sha256_of(folder / name) for name in (_WEIGHTS, _VOCAB, *([] if adata is None else [ADATA]))}
         (folder / _CONFIG).write_text(sealed({**content, "sha256": sums}), encoding="utf-8")
         if extra is not None:
             extra(folder)

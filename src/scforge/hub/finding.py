@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from scforge._io import atomic_folder, parsed, read_json, read_settled, sha256_of
-from scforge._version import __version__
 from scforge.errors import MissingFileError, ModelFileError, OptionError, did_you_mean, listing
 from scforge.hub.client import hub_api, hub_errors
 
@@ -101,13 +100,7 @@ def copy_model(
         if kind is None:
             raise MissingFileError(f"folder={str(folder)!r} contains no {described_kind()}; pass a model folder.")
         if None not in origin:
-            names = [_NEEDED[kind][0], *([CARD] if (place / CARD).is_file() else [])]
-            content = {
-                "scforge_version": __version__,
-                "repo_id": origin[0],
-                "commit": origin[1],
-                "sha256": {name: sha256_of(place / name) for name in names},
-            }
+            content = {"repo_id": origin[0], "commit": origin[1], "sha256": sha256_of(place / _NEEDED[kind][0])}
             (place / ORIGIN_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return Path(output)
 
@@ -118,9 +111,7 @@ def origin_of(folder: Path) -> Origin:
     if kind is None or not (folder / ORIGIN_FILE).is_file():
         return None, None
     content = read_json(folder / ORIGIN_FILE)
-    sums = content.get("sha256") if isinstance(content, dict) else None
-    name = _NEEDED[kind][0]
-    if not isinstance(sums, dict) or sums.get(name) != sha256_of(folder / name):
+    if not isinstance(content, dict) or content.get("sha256") != sha256_of(folder / _NEEDED[kind][0]):
         return None, None
     return content.get("repo_id"), content.get("commit")
 

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from pathlib import Path
 
+from scforge._io import is_own_card
 from scforge.errors import MissingFileError, ModelFileError, OptionError, listing
 from scforge.hub.client import hub_api, hub_errors
 from scforge.hub.finding import CARD, ORIGIN_FILE, SHARED_FILES, described_kind, kind_of, kind_of_folder, shared_files
 
 logger = logging.getLogger("scforge")
-
-_MARK = "<!-- Written by scforge ({}). -->\n"
-"""Last line of a card, with a checksum of the text above, so that edited cards are not replaced."""
-
-
-def marked(card: str) -> str:
-    """Return the text of a card with the last line by which :func:`is_own_card` recognizes it."""
-    return card + _MARK.format(hashlib.sha256(card.encode()).hexdigest()[:16])
-
-
-def is_own_card(card: str) -> bool:
-    """Return whether a model card was written by scforge and has not been edited since."""
-    *above, _ = card.splitlines(keepends=True) or [""]
-    return card == marked("".join(above))
 
 
 def upload(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, Field
 
-from scforge._io import parsed, read_json, read_settled, sha256_of, sha256_of_json
+from scforge._io import marked, parsed, read_json, read_settled, sha256_of, sha256_of_json
 from scforge._version import __version__
 from scforge.data.readers import available_memory
 from scforge.errors import MissingFileError, ModelFileError, OptionError, first_line
@@ -32,7 +32,7 @@ _FORMAT = 1
 def write_model(folder: Path, model: Model, *, seq_len: int, facts: Mapping[str, Any]) -> None:
     """Write a model into a new folder; `facts` contains JSON-safe facts about its training."""
     model.save(folder / WEIGHTS)
-    (folder / README).write_text(_card(model, seq_len, facts), encoding="utf-8")
+    (folder / README).write_text(marked(_card(model, seq_len, facts)), encoding="utf-8")
     content = {
         "format": _FORMAT,
         "scforge_version": __version__,
@@ -40,7 +40,6 @@ def write_model(folder: Path, model: Model, *, seq_len: int, facts: Mapping[str,
         "model": dataclasses.asdict(model.config),
         "seq_len": seq_len,
         "training": dict(facts),
-        "files": {README: sha256_of(folder / README)},
     }
     content["sha256"] = {WEIGHTS: sha256_of(folder / WEIGHTS), CONFIG: sha256_of_json(content, sort_keys=True)}
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scforge._io import check_folder, check_writable
+from scforge._io import check_folder, check_writable, is_own_card
 from scforge.data.paths import is_url
 from scforge.errors import DataError, MissingFileError, OptionError, first_line
 from scforge.hub.finding import (
@@ -21,7 +21,7 @@ from scforge.hub.finding import (
     repository,
     shared_files,
 )
-from scforge.hub.uploading import is_own_card, tell_left_behind, upload
+from scforge.hub.uploading import tell_left_behind, upload
 from scforge.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
