@@ -580,7 +580,9 @@ def swap_in(new: Path, path: Path) -> None:
     """
     left = left_by_swap(path)
     if len(left) == 1 and not os.path.lexists(path):
-        left[0].rename(path)
+        left.pop().rename(path)
+    for old in left if path.is_dir() else []:  # its replacement was complete
+        shutil.rmtree(old)
     if not path.is_dir():
         new.replace(path)
     elif not _exchange(new, path):
