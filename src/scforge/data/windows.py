@@ -32,10 +32,10 @@ class WholePipeline(ZarrsCodecPipeline):
         """Read chunks into `out`."""
         chunks = list(batch_info)
         await super().read(chunks, out, drop_axes)
-        # Afterwards, because a file that was there before may not have been there in between.
-        for place, *_ in chunks:
-            if isinstance(place.store, LocalStore) and not (place.store.root / place.path).exists():
-                raise missing_chunk(place.store, place.path)
+        # Afterwards, because a file that was there before may not have been there in between. Requests share files.
+        for path, place in {place.path: place for place, *_ in chunks}.items():
+            if isinstance(place.store, LocalStore) and not (place.store.root / path).exists():
+                raise missing_chunk(place.store, path)
 
 
 register_pipeline(WholePipeline)
