@@ -94,8 +94,8 @@ def test_folder(tmp_path):
         pass
 
 
-OLD = {"config.json": '{"scforge_version": "1"}', "model.safetensors": "old", "split.safetensors": "old"}
-NEW = {"config.json": '{"scforge_version": "2"}', "model.safetensors": "new", "vocab.json": "new"}
+OLD = {"config.json": '{"scforge_version": "1", "sha256": {}}', "model.safetensors": "old", "split.safetensors": "old"}
+NEW = {"config.json": '{"scforge_version": "2", "sha256": {}}', "model.safetensors": "new", "vocab.json": "new"}
 MINE = {"thesis.txt": "mine", "sub/data.csv": "mine", "training/notes.txt": "mine"}
 
 
@@ -194,7 +194,7 @@ def test_reading_while_others_save(tmp_path):
         "for i in range(60):\n"
         "    with _io.atomic_folder(sys.argv[1], overwrite=True) as place:\n"
         "        for name in ('config.json', 'model.safetensors', 'vocab.json'):\n"
-        '            (place / name).write_text(\'{"scforge_version": "%s %d"}\' % (sys.argv[2], i))\n'
+        '            (place / name).write_text(\'{"scforge_version": "%s %d", "sha256": {}}\' % (sys.argv[2], i))\n'
     )
     writers = [subprocess.Popen([sys.executable, "-c", script, str(path), name]) for name in "ab"]
     seen = set()

@@ -31,8 +31,21 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 
+_PROTOCOL = re.compile(r"(file|local|memory|https?|ftp|s3|gs|gcs|az|abfss?|hf):/", re.IGNORECASE)
+
+
+def check_local(argument: str, path: str | os.PathLike[str]) -> None:
+    """Raise an OptionError if an output is a URL, which would become a folder with the name of its protocol."""
+    if found := _PROTOCOL.match(os.fspath(path)):
+        raise OptionError(
+            f"{argument} begins with {found[1]}://, but scforge writes local files only; pass a path, and copy the "
+            "result."
+        )
+
+
 def check_folder(argument: str, path: str | os.PathLike[str]) -> None:
     """Raise an OptionError if `path`, where a folder is expected, or one of its parents is a file."""
+    check_local(argument, path)
     for place in (Path(path), *Path(path).parents):
         if place.exists() and not place.is_dir():
             raise OptionError(
@@ -66,6 +79,7 @@ def check_output(
     prefix, file = f"{argument}={str(path)!r}", Path(path)
     if any(os.path.realpath(file) == os.path.realpath(one) for one in inputs):
         raise OptionError(f"{prefix} is the input file; choose another name.")
+    check_local(argument, path)
     check_folder(argument, file.parent)
     _check_replaceable(prefix, file, overwrite=overwrite)
     check_writable(argument, file)
@@ -93,17 +107,39 @@ def atomic_path(path: str | os.PathLike[str], *, overwrite: bool, argument: str 
     """
     path = Path(path)
     prefix = f"{argument}={str(path)!r}"
-    with _named(path, f"{path.parent / f'.{path.stem}'}."):
+    stem = path.stem[:60]  # names are limited to 255 bytes
+    with _named(path, f"{path.parent / f'.{stem}'}."):
         path.parent.mkdir(parents=True, exist_ok=True)
         _check_replaceable(prefix, path, overwrite=overwrite)
-        temporary, mode = _new_file(path.parent, path.stem, path.suffix)
+        temporary, mode = _new_file(path.parent, stem, path.suffix)
         try:
             yield temporary
             temporary.chmod(mode)
             _check_replaceable(prefix, path, overwrite=overwrite)
-            temporary.replace(path)
+            try:
+                put_file(temporary, path, overwrite=overwrite)
+            except FileExistsError:
+                _check_replaceable(prefix, path, overwrite=overwrite)
+                raise
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def put_file(temporary: Path, path: Path, *, overwrite: bool) -> None:
+    """Move a file to `path`; what it replaces gives it its permissions. Without `overwrite`, nothing is replaced."""
+    if overwrite:
+        if path.is_file():
+            temporary.chmod(stat.S_IMODE(path.stat().st_mode))
+        temporary.replace(path)
+        return
+    try:
+        os.link(temporary, path)  # fails if another process has written there since the check
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        temporary.rename(path)
+    else:
+        temporary.unlink()
 
 
 def atomic_write_bytes(path: str | os.PathLike[str], data: bytes, *, overwrite: bool, argument: str = "path") -> None:
@@ -144,9 +180,14 @@ def check_files(argument: str, folder: Path, names: Iterable[str], *, described_
     for name in there:
         _check_replaceable(f"{argument}={str(folder / name)!r}", folder / name, overwrite=True)
     content = read_json(folder / described_by) if described_by in there else None
-    if not isinstance(content, dict) or "scforge_version" not in content:
+    is_own = isinstance(content, dict) and "scforge_version" in content
+    listed = content.get("sha256") if isinstance(content, dict) else None
+    sums = listed if isinstance(listed, dict) else {}
+    others = [name for name in there if not is_own or (name in sums and sums[name] != sha256_of(folder / name))]
+    if others:
         raise OptionError(
-            f"{argument}={str(folder)!r} contains {listing(there)}, which scforge did not write; choose another folder."
+            f"{argument}={str(folder)!r} contains {listing(others)}, which scforge did not write or which has been "
+            "edited; choose another folder."
         )
 
 
@@ -226,12 +267,15 @@ _OWN = {"vocab.json", "model.safetensors", "adapter.safetensors", "split.safeten
 _OWN |= {"training/state.json", "training/state.safetensors"}
 """Files that belong to scforge in each folder with a description by scforge."""
 
-_LISTED = {"adata.h5ad", "weights.safetensors", "model.onnx", "model.pt2"}
+_DATA = "adata.h5ad"
+_LISTED = {_DATA, "weights.safetensors", "model.onnx", "model.pt2"}
 _LISTED |= {"token_dictionary.pkl", "gene_median_dictionary.pkl", "ensembl_mapping_dict.pkl"}
 """Files that belong to scforge if a description lists them with a checksum; otherwise they are a user's."""
 
 _CARD = "README.md"
 """The model card, which belongs to scforge until a user edits it."""
+
+_MODEL_FILES = {*_DESCRIPTIONS, *_OWN, *_LISTED, _CARD}
 
 _WORKING, _SAVED = ".saving", ".saved"
 """Suffix of working files and folders, and folder of the complete files of a save that are moved into their place."""
@@ -263,6 +307,7 @@ def atomic_folder(
         If `path` is a file, if the folder is not empty and `overwrite` is False, or if a new file would replace a file
         that scforge did not write.
     """
+    check_local(argument, path)
     given, path = path, Path(os.path.realpath(path))
     prefix = f"{argument}={str(given)!r}"
     if path.is_symlink():
@@ -271,7 +316,7 @@ def atomic_folder(
     done = False
     while not done:
         there = path.is_dir()
-        if there and not overwrite and any(not _is_working(part.name) for part in path.iterdir()):
+        if there and not overwrite and any(not _is_working(path, part.name) for part in path.iterdir()):
             raise OptionError(f"{prefix} exists and is not empty; pass {spelled('overwrite=True', '--overwrite')}.")
         home, stem = (path, "") if there else (path.parent, f".{path.name}")
         with _named(given, f"{home}{os.sep}{stem}.", str(path / _SAVED)):
@@ -294,6 +339,9 @@ def atomic_folder(
                             part.chmod(mode)  # safetensors writes files that nobody else can read
                         _to_disk(part)
                     if there:
+                        for name in _names(new):
+                            if _is_plain(path, name):
+                                (new / name).chmod(stat.S_IMODE((path / name).stat().st_mode))
                         _put_in_place(new, path, prefix)
                     else:
                         new.rename(path)
@@ -337,7 +385,7 @@ def read_settled[T](folder: str | os.PathLike[str], read: Callable[[Path], T]) -
     saved = folder / _SAVED
     for _ in range(50):
         before = _seen(folder)
-        place = saved if _is_folder(saved) and _descriptions(saved) else folder
+        place = saved if _is_save(saved) else folder
         try:
             content = read(place)
         except (OSError, ValueError):
@@ -352,16 +400,22 @@ def read_settled[T](folder: str | os.PathLike[str], read: Callable[[Path], T]) -
 def others_in(folder: Path) -> list[str]:
     """Return the files in a folder that are not part of an scforge model, including links and edited model cards."""
     own = _own_names(folder)
-    return [name for name in _names(folder) if name not in own and not _is_working(name.partition("/")[0])]
+    return [name for name in _names(folder) if name not in own and not _is_working(folder, name.partition("/")[0])]
 
 
 def others_in_store(folder: Path) -> list[str]:
-    """Return the files in a zarr folder that are neither metadata nor chunks of an array, including links."""
-    part = re.compile(r"zarr\.json|\d+|c")
+    """Return the files in a zarr folder that its consolidated metadata do not list, and links."""
+    try:
+        nodes = {"", *read_json(folder / "zarr.json")["consolidated_metadata"]["metadata"]}
+    except (OSError, ModelFileError, LookupError, TypeError):
+        nodes = set()
+    part = re.compile(r"(?:(?P<node>.*)/)?(?:zarr\.json|c(?:/\d+)*)")
     return [
         name
         for name in _names(folder)
-        if not part.fullmatch(name.rpartition("/")[2]) or not _is_plain((folder / name).parent, (folder / name).name)
+        if (found := part.fullmatch(name)) is None
+        or (found["node"] or "") not in nodes
+        or not _is_plain((folder / name).parent, (folder / name).name)
     ]
 
 
@@ -384,8 +438,16 @@ def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def _is_working(name: str) -> bool:
-    return name == _SAVED or (name.startswith(".") and name.endswith((_WORKING, f"{_WORKING}.lock")))
+def _is_working(folder: Path, name: str) -> bool:
+    """Return whether a name in a folder is of the working files of a save."""
+    if name == _SAVED:
+        return _is_save(folder / name)
+    return name.startswith(".") and name.endswith((_WORKING, f"{_WORKING}.lock"))
+
+
+def _is_save(folder: Path) -> bool:
+    """Return whether a folder contains the complete files of a save, and nothing else."""
+    return _is_folder(folder) and bool(_descriptions(folder)) and set(_names(folder)) <= _MODEL_FILES
 
 
 def _names(folder: Path) -> list[str]:
@@ -408,8 +470,10 @@ def _descriptions(folder: Path) -> dict[str, dict[str, Any]]:
         except MissingFileError:  # another process saves meanwhile
             continue
         except ModelFileError:  # damaged, but if it names its version, still by scforge
-            content = {"scforge_version": None} if b'"scforge_version"' in (folder / name).read_bytes() else None
-        if isinstance(content, dict) and "scforge_version" in content:
+            content = {"scforge_version": None, "sha256": None}
+            if b'"scforge_version"' not in (folder / name).read_bytes():
+                continue
+        if isinstance(content, dict) and "scforge_version" in content and "sha256" in content:
             found[name] = content
     return found
 
@@ -420,7 +484,10 @@ def _own_names(folder: Path) -> set[str]:
     own = {*descriptions, *_OWN} if descriptions else set()
     for content in descriptions.values():
         sums = content.get("sha256")
-        own |= _LISTED & sums.keys() if isinstance(sums, dict) else set()
+        if isinstance(sums, dict):
+            own |= _LISTED & sums.keys()
+            if _DATA in own and _is_plain(folder, _DATA) and sha256_of(folder / _DATA) != sums.get(_DATA):
+                own.remove(_DATA)
     if (
         descriptions
         and _is_plain(folder, _CARD)
@@ -438,7 +505,7 @@ def _is_plain(folder: Path, name: str) -> bool:
 
 def _put_in_place(new: Path, path: Path, prefix: str) -> None:
     """Replace the model in `path` by the files in the working folder `new`."""
-    if os.path.lexists(path / _SAVED) and not _is_folder(path / _SAVED):
+    if os.path.lexists(path / _SAVED) and not _is_save(path / _SAVED):
         raise OptionError(f"{prefix} contains {_SAVED!r}, which scforge did not write; choose another name.")
     _move_in(path)
     own = _own_names(path)
@@ -466,13 +533,10 @@ def _move_in(path: Path) -> None:
     The complete save stays readable until all files are in place.
     """
     saved = path / _SAVED
-    if not _is_folder(saved):
+    if not _is_save(saved):
         return
-    names = [
-        name for name in _names(saved) if name in {*_DESCRIPTIONS, *_OWN, *_LISTED, _CARD} and _is_plain(saved, name)
-    ]
-    described = any(name in _DESCRIPTIONS for name in names)
-    stale = {name for name in _own_names(path) - set(names) if described and os.path.lexists(path / name)}
+    names = [name for name in _names(saved) if _is_plain(saved, name)]
+    stale = {name for name in _own_names(path) - set(names) if os.path.lexists(path / name)}
     # The old descriptions tell what is stale, so they go last.
     for name in sorted(names, key=lambda name: name in _DESCRIPTIONS):
         if not os.path.lexists(path / name) or _is_plain(path, name):
@@ -505,7 +569,7 @@ def _copy(source: Path, target: Path) -> None:
 def _seen(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return an identifier of the files in a folder, which changes with each save."""
     found: dict[str, tuple[int, ...]] = {}
-    for name in (*_DESCRIPTIONS, *_OWN, *_LISTED, _CARD, _SAVED):
+    for name in (*_MODEL_FILES, _SAVED):
         with contextlib.suppress(OSError):
             one = (folder / name).lstat()
             found[name] = (one.st_ino, one.st_mtime_ns, one.st_size)
@@ -517,14 +581,33 @@ def locked(lock: Path, *, blocking: bool = True) -> Iterator[None]:
     """Hold a lock file, which is removed afterwards. If not `blocking`, raises filelock's Timeout."""
     from filelock import FileLock
 
-    if os.path.lexists(lock) and not _is_plain(lock.parent, lock.name):
-        raise OptionError(f"{str(lock)!r} is not a lock file by scforge; remove it.")
+    if os.path.lexists(lock) and (not _is_plain(lock.parent, lock.name) or lock.stat().st_size):
+        raise OptionError(f"{str(lock)!r} is not a lock file by scforge; move it.")
+    if lock.exists() and not os.access(lock, os.W_OK):
+        raise OptionError(f"{str(lock)!r} belongs to another user; if nobody is writing there, let them remove it.")
     lock.touch()  # raises where no file can be made; there filelock waits without end
-    with FileLock(lock, blocking=blocking):
+    has_locks = _has_locks(lock.parent)
+    if not has_locks:
+        warn(f"The file system of {str(lock.parent)!r} has no locks; let only one process write there at a time.")
+    with FileLock(lock, blocking=blocking) if has_locks else contextlib.nullcontext():
         try:
             yield
         finally:
             lock.unlink(missing_ok=True)
+
+
+def _has_locks(folder: Path) -> bool:
+    """Return whether the file system of a folder has locks, without which filelock fails or waits without end."""
+    try:
+        import fcntl
+    except ImportError:  # Windows has other locks
+        return True
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+    return True
 
 
 @contextlib.contextmanager
@@ -573,11 +656,17 @@ def _to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def swap_in(new: Path, path: Path) -> None:
+def swap_in(new: Path, path: Path, *, overwrite: bool) -> None:
     """Swap the folder `new` with `path`, atomically if the system supports it; the caller holds a lock for `path`.
 
     Otherwise, a process that is killed meanwhile leaves the old folder next to it, and the next call puts it back.
+    Without `overwrite`, a folder with content that has appeared there raises an OSError.
     """
+    if path.is_dir():
+        new.chmod(stat.S_IMODE(path.stat().st_mode))
+    if not overwrite:
+        new.rename(path)  # replaces an empty folder at most
+        return
     left = left_by_swap(path)
     if len(left) == 1 and not os.path.lexists(path):
         left.pop().rename(path)

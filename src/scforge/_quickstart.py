@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import time
@@ -12,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from scforge._constants import REPORT_FILES
-from scforge._io import atomic_path, check_files, is_model
+from scforge._io import atomic_path, check_files, is_model, sha256_of
 from scforge.data.readers import write_h5ad
 from scforge.errors import OptionError, spelled
 from scforge.eval import Benchmark
@@ -27,6 +29,8 @@ logger = logging.getLogger("scforge")
 
 _LABELS, _BATCH, _NEW = "cell_line", "batch", "sc_dropseq"
 _PREDICTED = f"scforge_{_LABELS}_transferred"
+_FILES = ("umap.png", "cells.h5ad", "quickstart.json")
+"""Files next to the report; the last lists the others with checksums."""
 _SEEDS = (0, 1, 2)
 _KEYS = ("X_scforge", *(f"X_scforge_{seed}" for seed in _SEEDS[1:]))
 _MAPPED, _TRANSFERRED = "scforge, new sample mapped", "scforge, label transfer"
@@ -73,8 +77,8 @@ def run(output: str | os.PathLike[str] = "quickstart", *, overwrite: bool = Fals
     Parameters
     ----------
     output
-        Folder for ``umap.png``, ``report.md``, ``report.html``, ``report.json``, ``report.csv``, ``cells.h5ad`` and
-        the saved model ``model``.
+        Folder for ``umap.png``, ``report.md``, ``report.html``, ``report.json``, ``report.csv``, ``cells.h5ad``,
+        ``quickstart.json`` (checksums of the picture and the cells) and the saved model ``model``.
     overwrite
         Whether to replace the results of an earlier run.
 
@@ -90,8 +94,8 @@ def run(output: str | os.PathLike[str] = "quickstart", *, overwrite: bool = Fals
     import scforge
 
     folder = Path(output)
-    files = (*REPORT_FILES, "umap.png", "cells.h5ad")
-    check_files("output", folder, files, described_by="report.json", overwrite=overwrite)
+    check_files("output", folder, REPORT_FILES, described_by="report.json", overwrite=overwrite)
+    check_files("output", folder, _FILES, described_by=_FILES[-1], overwrite=overwrite)
     model_folder = folder / "model"
     if os.path.lexists(model_folder) and not (overwrite and is_model(model_folder)):
         raise OptionError(
@@ -130,10 +134,15 @@ def run(output: str | os.PathLike[str] = "quickstart", *, overwrite: bool = Fals
     logger.info("Comparing with baselines ...")
     report = _report(cells, reference, query, predicted, float(np.mean(seconds)))
     logger.info("Plotting ...")
-    _plot(cells, folder / "umap.png", overwrite=overwrite)
     models[0].save(folder / "model", overwrite=overwrite)
-    with atomic_path(folder / "cells.h5ad", overwrite=overwrite, argument="output") as temporary:
-        write_h5ad(temporary, cells)
+    with contextlib.ExitStack() as written:
+        *paths, listed = (
+            written.enter_context(atomic_path(folder / name, overwrite=overwrite, argument="output")) for name in _FILES
+        )
+        _plot(cells, paths[0])
+        write_h5ad(paths[1], cells)
+        sums = {name: sha256_of(path) for name, path in zip(_FILES, paths, strict=False)}
+        listed.write_text(json.dumps({"scforge_version": scforge.__version__, "sha256": sums}) + "\n", encoding="utf-8")
     report.write(folder, overwrite=overwrite)
     print(report.to_markdown())
     print(f"Done in {time.perf_counter() - start:.0f} s. Look at {folder / 'umap.png'} and {folder / 'report.md'}.")
@@ -195,7 +204,7 @@ def _classified(reference: AnnData, query: AnnData) -> dict[str, pd.Series]:
     }
 
 
-def _plot(cells: AnnData, path: Path, *, overwrite: bool) -> None:
+def _plot(cells: AnnData, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     import scforge
@@ -204,6 +213,5 @@ def _plot(cells: AnnData, path: Path, *, overwrite: bool) -> None:
     figure, axes = plt.subplots(2, len(titles), figsize=(13, 7.5), layout="constrained")
     scforge.pl.embeddings(cells, titles, color=[_BATCH, _LABELS], axes=axes.ravel())
     figure.suptitle("Lung cancer cell lines, UMAP: colored by batch (top) and by cell line (bottom)")
-    with atomic_path(path, overwrite=overwrite, argument="output") as temporary:
-        figure.savefig(temporary, dpi=110)
+    figure.savefig(path, dpi=110)
     plt.close(figure)

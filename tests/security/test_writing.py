@@ -1,6 +1,7 @@
 """Nothing that scforge did not write is changed or removed, whatever is in the way of an output."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -10,9 +11,12 @@ from pathlib import Path
 import anndata as ad
 import numpy as np
 import pytest
+import zarr
 
 import scforge
-from scforge._io import is_model, swap_in
+import scforge.workflows.embed as embedding
+from scforge._io import atomic_write_text, is_model, locked, swap_in
+from scforge._quickstart import run as quickstart
 from scforge.cli import main
 from scforge.config.editing import config_schema, init_config
 from scforge.data import convert
@@ -199,11 +203,9 @@ def test_a_model_folder_of_somebody_else_removes_nothing(folder: Path, cells: Pa
         assert main(["embed", str(cells), "-m", str(theirs), "-o", str(tmp_path / "out.h5ad"), "--quiet"]) == 0
         after = state_of(tmp_path)
         assert {name: after.get(name) for name in before} == before
-        # Writing there completes nothing that is not a file of a model, and removes nothing else.
-        Encoder.load(theirs).save(theirs, overwrite=True)
-        assert (tmp_path / "thesis.tex").read_text() == MINE
-        assert (tmp_path / "empty").is_dir()
-        assert not (theirs / "thesis.tex").exists()
+        with pytest.raises(OptionError, match=r"contains '\.saved', which scforge did not write"):
+            Encoder.load(theirs).save(theirs, overwrite=True)
+        assert state_of(tmp_path) == after
 
 
 def test_a_planted_link_to_a_folder_is_no_interrupted_save(folder: Path, model: Encoder, tmp_path: Path) -> None:
@@ -294,10 +296,10 @@ def test_a_folder_is_swapped_without_an_exchange(tmp_path: Path, monkeypatch: py
     for name in ("new", "out"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
-    swap_in(tmp_path / "new", tmp_path / "out")
+    swap_in(tmp_path / "new", tmp_path / "out", overwrite=True)
     assert state_of(tmp_path) == {"new": None, "new/out": b"", "out": None, "out/new": b""}
     (tmp_path / "out").rename(tmp_path / ".out.0123abcd.replaced")  # as after a kill
-    swap_in(tmp_path / "new", tmp_path / "out")
+    swap_in(tmp_path / "new", tmp_path / "out", overwrite=True)
     assert state_of(tmp_path) == {"new": None, "new/new": b"", "out": None, "out/out": b""}
 
 
@@ -306,3 +308,167 @@ def test_devices_are_no_outputs() -> None:
         with pytest.raises(OptionError, match=r"is not a regular file|is a link"):
             config_schema(path, overwrite=True)
     assert Path("/dev/null").is_char_device()
+
+
+def test_a_folder_of_a_user_is_no_interrupted_save(model: Encoder, tmp_path: Path) -> None:
+    (tmp_path / ".saved" / "thesis").mkdir(parents=True)
+    (tmp_path / ".saved" / "thesis" / "mine.txt").write_text(MINE)
+    before = state_of(tmp_path)
+    with pytest.raises(OptionError, match="is not empty"):
+        model.save(tmp_path)
+    with pytest.raises(OptionError, match=r"contains '\.saved', which scforge did not write"):
+        model.save(tmp_path, overwrite=True)
+    assert state_of(tmp_path) == before
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locks of POSIX")
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_file_systems_without_locks(model: Encoder, cells: Path, tmp_path: Path, monkeypatch, number: int) -> None:
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    for write in (
+        lambda: model.save(tmp_path / "model"),
+        lambda: convert(cells, tmp_path / "store.zarr", progress=False),
+        lambda: embed_to(model, cells, tmp_path / "out.h5ad", progress_bar=False),
+    ):
+        with pytest.warns(scforge.errors.ScforgeWarning, match="has no locks; let only one process write there"):
+            write()
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "out.h5ad", "store.zarr"}
+
+
+def test_a_file_with_content_is_no_lock(model: Encoder, tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text(MINE)
+    with pytest.raises(OptionError, match=r"\.lock' is not a lock file by scforge"), locked(tmp_path / ".lock"):
+        pass
+    adata = model.adata.copy()
+    Encoder.setup_anndata(adata)
+    with pytest.raises(OptionError, match=r"\.lock' is not a lock file by scforge"):
+        Encoder(adata, hidden_dim=8).train(1, checkpoint_dir=tmp_path, progress_bar=False)
+    assert (tmp_path / ".lock").read_text() == MINE
+
+
+@pytest.mark.parametrize("name", ["out.zarr", "out.h5ad"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_appears_during_an_embedding_is_kept(folder, cells, tmp_path, monkeypatch, name, overwrite) -> None:
+    target = tmp_path / name
+    write = embedding.EmbeddingFiles.write
+
+    def others_write(files: object, block: int, values: np.ndarray) -> None:
+        write(files, block, values)
+        target.mkdir() if name == "out.zarr" else None
+        (target / "thesis.txt" if name == "out.zarr" else target).write_text(MINE)
+
+    monkeypatch.setattr(embedding.EmbeddingFiles, "write", others_write)
+    with pytest.raises(OptionError, match="is not an embedding written by scforge"):
+        embed_to(folder, cells, target, overwrite=overwrite, progress_bar=False)
+    assert (target / "thesis.txt" if name == "out.zarr" else target).read_text() == MINE
+
+
+@pytest.mark.parametrize("name", ["result.h5ad", "0.npy", "plan.json"])
+def test_links_in_an_unfinished_embedding_are_refused(folder, cells, tmp_path, name) -> None:
+    (tmp_path / "mine.txt").write_text(MINE)
+    (tmp_path / ".out.h5ad.embedding").mkdir()
+    (tmp_path / ".out.h5ad.embedding" / name).symlink_to(tmp_path / "mine.txt")
+    (tmp_path / "link.h5ad").symlink_to(tmp_path / "new.h5ad")
+    before = state_of(tmp_path)
+    for output, message in {"out.h5ad": "is not an unfinished embedding by scforge", "link.h5ad": "is a link"}.items():
+        with pytest.raises(OptionError, match=message):
+            embed_to(folder, cells, tmp_path / output, overwrite=True, progress_bar=False)
+    assert state_of(tmp_path) == before
+
+
+def test_what_a_user_adds_to_a_store_or_an_embedding_is_kept(folder: Path, cells: Path, tmp_path: Path) -> None:
+    for name, write in {
+        "s.zarr": lambda: convert(cells, tmp_path / "s.zarr", overwrite=True, progress=False),
+        "e.zarr": lambda: embed_to(folder, cells, tmp_path / "e.zarr", overwrite=True, progress_bar=False),
+    }.items():
+        write()
+        write()  # nobody added anything
+        for add in (
+            lambda name=name: zarr.open_group(tmp_path / name, mode="a").create_array("obsm/mine", data=np.arange(3)),
+            lambda name=name: (tmp_path / name / "2024").write_text(MINE),
+        ):
+            add()
+            before = state_of(tmp_path)
+            with pytest.raises(OptionError, match="which scforge did not write"):
+                write()
+            assert state_of(tmp_path) == before
+
+
+def test_a_run_replaces_only_its_own_names(model: Encoder, tmp_path: Path) -> None:
+    adata = model.adata.copy()
+    Encoder.setup_anndata(adata)
+    model = Encoder(adata, hidden_dim=8)
+    options = {"checkpoint_dir": tmp_path, "save_top_k": 1, "progress_bar": False}
+    model.train(1, **options)
+    for name in ("epoch=best_for_paper", "step=keep this"):
+        shutil.copytree(next(tmp_path.glob("epoch=*")), tmp_path / name)
+    before = {name: value for name, value in state_of(tmp_path).items() if "best" in name or "keep" in name}
+    Encoder(adata, hidden_dim=8).train(1, overwrite=True, **options)
+    after = state_of(tmp_path)
+    assert {name: after.get(name) for name in before} == before
+
+
+def test_cells_that_a_user_has_edited_are_kept(model: Encoder, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    model.save(path, save_anndata=True)
+    model.save(path, overwrite=True, save_anndata=True)  # nobody edited them
+    edited = ad.read_h5ad(path / "adata.h5ad")
+    edited.obs["mine"] = MINE
+    edited.write_h5ad(path / "adata.h5ad")
+    with pytest.raises(OptionError, match=r"contains 'adata\.h5ad'"):
+        model.save(path, overwrite=True, save_anndata=True)
+    model.save(path, overwrite=True)
+    assert "mine" in ad.read_h5ad(path / "adata.h5ad").obs
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_what_is_replaced_keeps_its_permissions(model: Encoder, cells: Path, tmp_path: Path) -> None:
+    writes = {
+        "a.txt": lambda: atomic_write_text(tmp_path / "a.txt", "", overwrite=True),
+        "out.h5ad": lambda: embed_to(model, cells, tmp_path / "out.h5ad", overwrite=True, progress_bar=False),
+        "store.zarr": lambda: convert(cells, tmp_path / "store.zarr", overwrite=True, progress=False),
+        "model/model.safetensors": lambda: model.save(tmp_path / "model", overwrite=True),
+    }
+    for name, write in writes.items():
+        write()
+        mode = 0o700 if (tmp_path / name).is_dir() else 0o600
+        (tmp_path / name).chmod(mode)
+        write()
+        assert (tmp_path / name).stat().st_mode & 0o777 == mode
+
+
+def test_a_description_without_checksums_is_of_others(model: Encoder, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"scforge_version": "0.1.0", "lr": 1}')
+    (tmp_path / "vocab.json").write_text(MINE)
+    with pytest.raises(OptionError, match="which is not part of an scforge model"):
+        model.save(tmp_path, overwrite=True)
+    assert (tmp_path / "vocab.json").read_text() == MINE
+
+
+def test_outputs_are_local(model: Encoder, folder: Path, cells: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for write in (
+        lambda: model.save("file:///x/model"),
+        lambda: embed_to(folder, cells, "s3://bucket/out.h5ad"),
+        lambda: config_schema("memory://out.json"),
+        lambda: model.train(1, checkpoint_dir="gs://bucket/run"),
+    ):
+        with pytest.raises(OptionError, match="scforge writes local files only|pass a local path"):
+            write()
+    assert not state_of(tmp_path)
+
+
+def test_long_names(tmp_path: Path) -> None:
+    for name in ("n" * 240 + ".txt", "ü" * 120 + ".txt"):
+        atomic_write_text(tmp_path / name, MINE, overwrite=False)
+    assert len(state_of(tmp_path)) == 2
+
+
+def test_the_quickstart_replaces_only_its_own_picture(tmp_path: Path) -> None:
+    scforge.eval.Report("x").write(tmp_path)
+    (tmp_path / "umap.png").write_text(MINE)
+    with pytest.raises(OptionError, match=r"contains 'umap\.png', which scforge did not write"):
+        quickstart(tmp_path, overwrite=True)

@@ -24,7 +24,7 @@ def folder(tmp_path) -> RunFolder:
         place = run.path / f"step={step:08d}"
         place.mkdir(parents=True)
         write_state(place, {**STATE, "step": step})
-        (place / "config.json").write_text('{"scforge_version": "1"}')
+        (place / "config.json").write_text('{"scforge_version": "1", "sha256": {}}')
     return run
 
 

@@ -204,7 +204,7 @@ def convert(
         )
         write_root(folder / "store", info, genes, measured, scattered.checksums)
         check_target(path, overwrite)  # something may have been written there meanwhile
-        swap_in(folder / "store", target)
+        swap_in(folder / "store", target, overwrite=overwrite)
     return info
 
 

@@ -37,6 +37,9 @@ LOGGERS = ("csv", "tensorboard", "wandb")
 _WANDB_MODES = ("online", "offline", "disabled")
 
 
+_SETTINGS = "settings.json"
+
+
 class TableLogger(Logger):
     """Write ``metrics.csv`` into a folder, with one row per logged step and one column per metric.
 
@@ -89,6 +92,7 @@ class TableLogger(Logger):
             If there is a different file at its path.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._check_settings()
         found = _read(self.path) if self.path.exists() else []
         rows = found[:n_rows]
         if found and not n_rows:
@@ -117,10 +121,14 @@ class TableLogger(Logger):
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Write the settings of the run next to the table, as ``settings.json``."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path, content = self.folder / "settings.json", {"scforge_version": __version__, **params}
-        check_files("log_dir", self.folder, [path.name], described_by=path.name, overwrite=True)
+        path, content = self.folder / _SETTINGS, {"scforge_version": __version__, **params}
+        self._check_settings()
         with atomic_path(path, overwrite=True, argument="log_dir") as temporary:
             temporary.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+
+    def _check_settings(self) -> None:
+        """Raise an OptionError if the settings in the folder are of others, whose table this is, too."""
+        check_files("log_dir", self.folder, [_SETTINGS], described_by=_SETTINGS, overwrite=True)
 
     def _rewrite(self, rows: Sequence[Mapping[str, Any]]) -> None:
         assert self._columns is not None

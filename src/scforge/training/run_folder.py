@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -122,7 +123,8 @@ CONFIG_FILE = "config.yaml"
 """Name of the configuration in a run folder."""
 
 _STATE, _TENSORS, _LOCK, _PART = "state.json", "state.safetensors", ".lock", "training"
-_PARTS = ("step=*", "epoch=*", FINAL)
+_OUTPUT = re.compile(rf"(step|epoch)=\d+|{FINAL}")
+_ORDER = ("step", "epoch", FINAL)
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
@@ -218,7 +220,8 @@ class RunFolder:
 
     def parts(self) -> list[Path]:
         """Return the outputs of training runs: checkpoints (oldest first), best epochs, and the trained model."""
-        return [part for pattern in _PARTS for part in sorted(self.path.glob(pattern))]
+        found = sorted(part for part in self.path.glob("*") if _OUTPUT.fullmatch(part.name))
+        return sorted(found, key=lambda part: _ORDER.index(part.name.partition("=")[0]))
 
     def models(self) -> list[Path]:
         """Return the outputs that are model folders."""
@@ -342,7 +345,7 @@ class RunFolder:
                 raise OptionError(
                     f"checkpoint_dir={str(self.path)!r} {problem}; {wait}choose another folder."
                 ) from error
-            for pattern in _PARTS:
-                for name in {part.name.split(".")[1] for part in self.path.glob(f".{pattern}.*.saving")}:
+            for name in {part.name.split(".")[1] for part in self.path.glob(".*.saving")}:
+                if _OUTPUT.fullmatch(name):
                     remove_working(self.path, f".{name}")  # of killed processes
             yield

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import time
 import warnings
@@ -26,10 +27,12 @@ from scforge._io import (
     atomic_path,
     atomic_write_text,
     check_folder,
+    check_local,
     check_writable,
     locked,
     new_h5,
     others_in_store,
+    put_file,
     read_json,
     sha256_of_json,
     swap_in,
@@ -145,7 +148,10 @@ class EmbeddingFiles:
     def __init__(self, output: Path, *, overwrite: bool) -> None:
         check_ending(output, [".zarr", ".h5ad"])
         self._is_zarr, self._prefix = output.suffix == ".zarr", f"output={str(output)!r}"
-        output = output.resolve() if output.is_symlink() else output  # the link stays
+        check_local("output", output)
+        if output.is_symlink() and not self._is_zarr:
+            raise OptionError(f"{self._prefix} is a link; pass the path of the file that it points to.")
+        output = output.resolve() if output.is_symlink() else output  # a link to a folder stays
         self.output, self.overwrite = output, overwrite
         check_folder("output", output.parent)
         self.folder = output.with_name(f".{output.name}.embedding")
@@ -260,9 +266,19 @@ class EmbeddingFiles:
             if not self.folder.exists() or not all(self.path_of(block).exists() for block in range(n_blocks)):
                 return
             parts = (self._read(block, plan) for block in range(n_blocks))
-            result = self.folder / ("result.zarr" if self._is_zarr else "result.h5ad")
+            # Random, so that nothing of others lies there.
+            result = self.folder / f"result.{secrets.token_hex(8)}{self.output.suffix}"
             _write(result, make(), parts, plan, copy)
-            swap_in(result, self.output)
+            self.mark()  # raises if others have written there meanwhile
+            try:
+                if self._is_zarr:
+                    swap_in(result, self.output, overwrite=self.overwrite)
+                else:
+                    put_file(result, self.output, overwrite=self.overwrite)
+            except OSError as error:
+                if self.overwrite or not self.output.exists():
+                    raise
+                raise OptionError(f"{self._prefix} has appeared meanwhile; move it, or choose another name.") from error
             self._remove()
 
     def is_complete(self, plan: dict[str, Any]) -> bool:
@@ -282,9 +298,12 @@ class EmbeddingFiles:
         if not os.path.lexists(self.folder):
             return None
         is_folder = self.folder.is_dir() and not self.folder.is_symlink()
-        names = [part.name for part in self.folder.iterdir()] if is_folder else []
-        own = re.compile(r"\d+\.npy|result\.(zarr|h5ad)|plan\.json|\.(\d+|plan)\.[0-9a-f]{8}\.(npy|json)")
-        if not is_folder or not all(map(own.fullmatch, names)):
+        parts = list(self.folder.iterdir()) if is_folder else []
+        names = [part.name for part in parts]
+        own = re.compile(r"\d+\.npy|result\.[0-9a-f]{16}\.(zarr|h5ad)|plan\.json|\.(\d+|plan)\.[0-9a-f]{8}\.(npy|json)")
+        is_plain = all(part.is_dir() if part.suffix == ".zarr" else part.is_file() for part in parts)
+        has_links = any(part.is_symlink() for part in parts)
+        if not is_folder or not is_plain or has_links or not all(map(own.fullmatch, names)):
             raise OptionError(
                 f"{self._prefix} would be computed in {str(self.folder)!r}, which is not an unfinished embedding by "
                 "scforge; move it, or choose another name."
@@ -307,8 +326,6 @@ def _write(
     import zarr
 
     if path.suffix == ".zarr":
-        if path.exists():  # of a process that was killed while it assembled the output
-            shutil.rmtree(path)
         root = zarr.open_group(path, mode="w", zarr_format=3)
         _fill(root, adata, parts, plan, copy)
         with warnings.catch_warnings():

@@ -160,6 +160,11 @@ def _evaluate_task(
     if path is not None and isinstance(tuned.objective, SupervisedTask):
         differences_path = path.with_stem(f"{path.stem}_differences")
         output_file(differences_path, [_TABLE], overwrite=overwrite, inputs=inputs)
+        if differences_path.exists() and not differences_path.read_bytes().startswith(b"method,"):
+            raise OptionError(
+                f"output={str(path)!r} would replace {str(differences_path)!r}, which scforge did not write; choose "
+                "another name."
+            )
     if trained_on is not None and tuned._known_split() is None:
         raise OptionError(
             f"trained_on={str(trained_on)!r} (--trained-on) does not contain exactly the cells used for fine-tuning; "
