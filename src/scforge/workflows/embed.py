@@ -27,7 +27,6 @@ from scforge._io import (
     atomic_path,
     atomic_write_text,
     check_folder,
-    check_local,
     check_writable,
     locked,
     new_h5,
@@ -148,7 +147,6 @@ class EmbeddingFiles:
     def __init__(self, output: Path, *, overwrite: bool) -> None:
         check_ending(output, [".zarr", ".h5ad"])
         self._is_zarr, self._prefix = output.suffix == ".zarr", f"output={str(output)!r}"
-        check_local("output", output)
         if output.is_symlink() and not self._is_zarr:
             raise OptionError(f"{self._prefix} is a link; pass the path of the file that it points to.")
         output = output.resolve() if output.is_symlink() else output  # a link to a folder stays
