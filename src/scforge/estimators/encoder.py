@@ -1272,7 +1272,7 @@ class Encoder(CellModel):
         return table
 
     def _batches_of(self, source: Any, cells: Cells) -> np.ndarray:
-        """Return the batch of each cell, str, by the setup of an AnnData or of this model; one batch if there is none."""
+        """Return the batch of each cell by the setup of an AnnData or of this model; one batch without a key."""
         setup = self._setup_of(source) if isinstance(source, AnnData) else None
         key = (setup or self._setup).get("batch_key")
         if key is None or cells.obs is None or key not in cells.obs:
