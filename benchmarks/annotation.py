@@ -26,12 +26,13 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 from _tables import best_other, difference, keep, means, read, rewrite
+from _transfer_tasks import BATCH, LABEL, Pair, drawn, prepared
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MaxAbsScaler, StandardScaler
-from transfer import BATCH, LABEL, TASKS, Pair, components, drawn, genes, harmony, prepared
+from transfer import TASKS, components, genes, harmony
 
 from scforge.finetuning.metrics import calibration_error
 from scforge.models import Encoder

@@ -34,6 +34,7 @@ import numpy as np
 import pandas as pd
 import scanpy as sc
 from _tables import best_other, difference, keep, means, read, rewrite
+from _transfer_tasks import BATCH, LABEL, TEST, TUNING, Pair, donors, drawn
 from scipy import sparse
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score, roc_auc_score
@@ -42,44 +43,11 @@ from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MaxAbsScaler, StandardScaler
 
-from scforge.datasets import load
 from scforge.models import Encoder
 
 RESULTS = Path(__file__).parent / "results" / "transfer.csv"
-LABEL, BATCH = "label", "batch"
-SHARE, N_GENES, N_COMPONENTS = 0.8, 2_000, 50
+N_GENES, N_COMPONENTS = 2_000, 50
 FEW = (5, 20, 100)
-KANG_TO_PBMC = {
-    "CD4 T cells": "CD4 T",
-    "CD8 T cells": "CD8 T",
-    "B cells": "B",
-    "NK cells": "NK",
-    "CD14+ Monocytes": "CD14 monocyte",
-    "FCGR3A+ Monocytes": "FCGR3A monocyte",
-    "Dendritic cells": "dendritic",
-    "Megakaryocytes": "megakaryocyte",
-}
-IFNB_TO_PBMC = {
-    "CD4T": "CD4 T",
-    "CD8T": "CD8 T",
-    "B": "B",
-    "NK": "NK",
-    "CD14+Mono": "CD14 monocyte",
-    "FCGR3A+Mono": "FCGR3A monocyte",
-    "Dendritic": "dendritic",
-}
-PBMC = {
-    "Naive CD4 T": "CD4 T",
-    "Memory CD4 T": "CD4 T",
-    "CD8 T": "CD8 T",
-    "B": "B",
-    "NK": "NK",
-    "CD14+ Mono": "CD14 monocyte",
-    "FCGR3A+ Mono": "FCGR3A monocyte",
-    "DC": "dendritic",
-    "Platelet": "megakaryocyte",
-}
-
 OURS = ("scforge, mapped", "scforge, trained on both")
 QUESTIONS = {
     "condition": "control to interferon-stimulated cells (kang_ifnb, used for tuning)",
@@ -90,122 +58,7 @@ QUESTIONS = {
     "collection": "these eight donors and kang_ifnb together to PBMC 3k (test)",
     "species": "one half of PBMC 3k to the other, with simulated gene loss and scaling (test)",
 }
-
-type Pair = tuple[ad.AnnData, ad.AnnData]
-"""Reference and query: raw counts of the same genes in the same order, labels and batches in obs."""
-
-
-def prepared(adata: ad.AnnData, labels: pd.Series, batches: pd.Series | str) -> ad.AnnData:
-    """Return the cells with a label, with labels and batches under the names that all tasks have."""
-    obs = pd.DataFrame({LABEL: labels.astype(object), BATCH: batches}, index=adata.obs_names)
-    cells = ad.AnnData(sparse.csr_matrix(adata.X), obs=obs, var=pd.DataFrame(index=adata.var_names.astype(str)))
-    cells = cells[obs[LABEL].notna()].copy()
-    cells.obs = cells.obs.astype({LABEL: str, BATCH: str}).astype("category")
-    return cells
-
-
-def kang(folder: str | None) -> ad.AnnData:
-    adata = load("kang_ctrl_8donor", folder)
-    cells = prepared(adata, adata.obs["cluster_id"].map(KANG_TO_PBMC), adata.obs["sample_id"].astype(str))
-    cells.var_names = adata.var["feature"].astype(str).to_numpy()
-    return cells[:, ~cells.var_names.duplicated()].copy()
-
-
-def condition(folder: str | None, seed: int) -> Pair:
-    """Stimulated cells by those of the control; chosen on."""
-    adata = load("kang_ifnb", folder)
-    cells = prepared(adata, adata.obs["cell_type"], adata.obs["condition"])
-    return cells[cells.obs[BATCH] == "control"].copy(), cells[cells.obs[BATCH] == "stimulated"].copy()
-
-
-def missing(folder: str | None, seed: int) -> Pair:
-    """Stimulated cells by those of the control without one type, another one in each run; chosen on."""
-    reference, query = condition(folder, seed)
-    types = sorted(set(reference.obs[LABEL]) & set(query.obs[LABEL]))
-    return reference[reference.obs[LABEL] != types[seed % len(types)]].copy(), query
-
-
-def protocol(folder: str | None, seed: int) -> Pair:
-    """Drop-seq by CEL-seq2; chosen on."""
-    adata = load("sc_mixology", folder)
-    cells = prepared(adata, adata.obs["cell_line"], adata.obs["batch"])
-    is_query = cells.obs[BATCH] == "sc_dropseq"
-    return cells[~is_query].copy(), cells[is_query].copy()
-
-
-def donors(folder: str | None, seed: int) -> Pair:
-    """Two donors, drawn for each run, by the other six; a test."""
-    cells = kang(folder)
-    left_out = np.random.default_rng(seed).choice(sorted(cells.obs[BATCH].unique()), 2, replace=False)
-    is_query = cells.obs[BATCH].isin(left_out)
-    return cells[~is_query].copy(), cells[is_query].copy()
-
-
-def study(folder: str | None, seed: int) -> Pair:
-    """PBMC 3k by the eight donors of Kang et al.; a test."""
-    reference, adata = kang(folder), load("pbmc3k", folder)
-    query = prepared(adata, adata.obs["cell_type"].map(PBMC), "pbmc3k")
-    genes = reference.var_names.intersection(query.var_names)
-    return reference[:, genes].copy(), query[:, genes].copy()
-
-
-def collection(folder: str | None, seed: int) -> Pair:
-    """PBMC 3k by two data sets at once, of eight donors and of two conditions, in the genes of all; a test."""
-    eight, query = study(folder, seed)
-    adata = load("kang_ifnb", folder)
-    ifnb = prepared(adata, adata.obs["cell_type"].map(IFNB_TO_PBMC), adata.obs["condition"])
-    genes = eight.var_names.intersection(ifnb.var_names)
-    reference = ad.concat([eight[:, genes], ifnb[:, genes]], index_unique="-", keys=["donors", "ifnb"])
-    return reference, query[:, genes].copy()
-
-
-def species(folder: str | None, seed: int) -> Pair:
-    """Half of PBMC 3k by the other half as another species would have it; a test.
-
-    A third of the genes has no ortholog, each other gene has a scale of its own (log-normal, sd 1, of mean one), and
-    the composition differs (shares of types times log-normal factors).
-    """
-    generator = np.random.default_rng(seed)
-    adata = load("pbmc3k", folder)
-    cells = prepared(adata, adata.obs["cell_type"], "pbmc3k")
-    cells = cells[:, np.asarray((cells.X > 0).sum(axis=0)).ravel() >= 3].copy()
-    is_query = generator.permutation(cells.n_obs) % 2 == 1
-    reference, query = cells[~is_query].copy(), cells[is_query].copy()
-    labels = query.obs[LABEL].astype(str)
-    factors = {name: generator.lognormal(0, 0.7) for name in sorted(labels.unique())}
-    kept = generator.random(query.n_obs) < labels.map(factors).to_numpy() / max(factors.values())
-    rare = labels.map(labels[kept].value_counts()).fillna(0).to_numpy() < 5
-    query = query[kept | rare].copy()
-    query = query[:, generator.random(query.n_vars) > 1 / 3].copy()
-    scales = generator.lognormal(-0.5, 1.0, query.n_vars)
-    counts = sparse.csr_matrix(query.X)
-    counts.data = generator.poisson(counts.data * scales[counts.indices]).astype(np.float32)
-    counts.eliminate_zeros()
-    query.X = counts
-    query = query[counts.getnnz(axis=1) > 0].copy()
-    query.obs[BATCH] = pd.Categorical(["species"] * query.n_obs)
-    return reference[:, query.var_names].copy(), query
-
-
-TASKS: dict[str, Callable[[str | None, int], Pair]] = {
-    "condition": condition,
-    "missing": missing,
-    "protocol": protocol,
-    "donors": donors,
-    "study": study,
-    "collection": collection,
-    "species": species,
-}
-
-
-def drawn(pair: Pair, seed: int) -> Pair:
-    """Return a share of the cells of both, of each type at least five where it has them."""
-    parts = []
-    for cells in pair:
-        order = pd.Series(np.random.default_rng(seed).random(cells.n_obs), index=cells.obs_names)
-        rank = order.groupby(cells.obs[LABEL].to_numpy()).rank()
-        parts.append(cells[(order < SHARE).to_numpy() | (rank <= 5).to_numpy()].copy())
-    return parts[0], parts[1]
+TASKS = {name: donors if name == "donors" else {**TUNING, **TEST}[name] for name in QUESTIONS}
 
 
 def logs(cells: ad.AnnData) -> sparse.csr_matrix:

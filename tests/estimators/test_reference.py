@@ -78,7 +78,7 @@ def same_votes(table: pd.DataFrame, space: np.ndarray, points: np.ndarray, kinds
     codes, names = pd.factorize(np.asarray(kinds), sort=True)
     votes = np.stack([(kernel * (codes[nearest] == code)).sum(axis=1) for code in range(len(names))], axis=1)
     np.testing.assert_array_equal(np.asarray(table["label"]), names[votes.argmax(axis=1)])
-    np.testing.assert_allclose(table["uncertainty"], 1 - votes.max(axis=1) / kernel.sum(axis=1), atol=1e-4)
+    np.testing.assert_allclose(table["probability"], votes.max(axis=1) / kernel.sum(axis=1), atol=1e-4)
 
 
 def test_training_teaches_the_decoder_the_batches_of_the_query_alone(reference, query, tmp_path):
@@ -284,22 +284,29 @@ def test_genes_are_found_by_name(reference, query, caplog):
         Encoder.load_query_data(foreign, reference)
 
 
-def test_labels_are_transferred(reference, query):
+@pytest.mark.parametrize("method", ["consensus", "linear", "knn"])
+def test_labels_are_transferred(reference, query, method):
     truth = np.asarray(query.obs["kind"])
-    table = reference.transfer_labels(query)
+    table = reference.transfer_labels(query, method=method)
     known = truth != "t3"
     assert (np.asarray(table["label"])[known] == truth[known]).mean() > 0.9
-    assert table["uncertainty"][~known].mean() > table["uncertainty"][known].mean() + 0.01
+    assert table["probability"].between(0, 1).all()
+    assert ("agreement" in table) == (method == "consensus")
     assert query.obs["scforge_kind_transferred"].dtype == "category"
-    assert query.obs["scforge_kind_transferred_uncertainty"].dtype == np.float32
+    assert query.obs["scforge_kind_transferred_probability"].dtype == np.float32
     np.testing.assert_array_equal(query.obs["kind"], truth)
+    limit = float(table["probability"].quantile(0.1))
+    strict = reference.transfer_labels(query, method=method, min_probability=limit, key_added="mine")
+    assert ((strict["label"] == "unassigned") == (strict["probability"] < limit)).all()
+    assert "mine_probability" in query.obs
+
+
+def test_neighbors_vote(reference, query):
     space = reference.get_latent_representation(key_added=None)
     points = Encoder.load_query_data(query, reference).get_latent_representation(key_added=None)
-    same_votes(reference.transfer_labels(query, n_neighbors=7), space, points, reference.adata.obs["kind"], 7)
-    limit = float(table["uncertainty"].quantile(0.9))
-    strict = reference.transfer_labels(query, threshold=limit, key_added="mine", n_neighbors=10_000)
-    assert ((strict["label"] == "unassigned") == (strict["uncertainty"] > limit)).all()
-    assert "mine_uncertainty" in query.obs
+    table = reference.transfer_labels(query, method="knn", n_neighbors=7)
+    same_votes(table, space, points, reference.adata.obs["kind"], 7)
+    assert reference.transfer_labels(query, method="knn", n_neighbors=10_000)["probability"].max() < 0.6
 
 
 def test_transfer_of_labels_writes_the_embedding(reference, query):
@@ -318,7 +325,7 @@ def test_transfer_of_labels_writes_the_embedding(reference, query):
     reference.transfer_labels(learned)
     mapped.transfer_labels(learned)
     np.testing.assert_array_equal(learned.obsm["X_scforge"], before)
-    del learned.obs["scforge_kind_transferred"], learned.obs["scforge_kind_transferred_uncertainty"]
+    learned.obs = learned.obs.loc[:, ~learned.obs.columns.str.startswith("scforge_")]
 
 
 @pytest.mark.parametrize("kind", ["adata", "h5ad", "store"])

@@ -41,6 +41,16 @@ _PAIRS_AT_ONCE = 100_000
 def principal_components(cells: CellSource, n_comps: int = 50) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return principal components of the log1p CP10K values of cells, and the projection for other cells.
 
+    See :func:`components_of`.
+    """
+    return components_of(
+        log1p_cp10k_rows(sparse.csr_matrix(cells.counts), np.maximum(cells.totals, 1.0)), n_comps=n_comps
+    )
+
+
+def components_of(values: sparse.csr_matrix, n_comps: int = 50) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return principal components of the values of cells, and the projection for other cells.
+
     The number of components is `n_comps`, or one less than the number of cells or genes if that is smaller.
 
     Returns
@@ -50,7 +60,6 @@ def principal_components(cells: CellSource, n_comps: int = 50) -> tuple[np.ndarr
     """
     from sklearn.decomposition import PCA
 
-    values = log1p_cp10k_rows(sparse.csr_matrix(cells.counts), np.maximum(cells.totals, 1.0))
     dims = min(n_comps, min(values.shape) - 1)
     if dims < 1:
         raise DataError(

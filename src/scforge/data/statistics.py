@@ -164,6 +164,11 @@ def _chosen(
     return np.union1d(others, kept)
 
 
+def most_variable(counts: sparse.csr_matrix, totals: np.ndarray, n_top_genes: int) -> np.ndarray:
+    """Return the indices of the most variable detected genes, ascending, as in :func:`select_genes`."""
+    return _chosen(counts, totals, 1, n_top_genes, None, np.array([], dtype=np.int64))
+
+
 def _by_variability(
     counts: sparse.csr_matrix, totals: np.ndarray, candidates: np.ndarray, n_top_genes: int, batches: np.ndarray | None
 ) -> np.ndarray:

@@ -352,22 +352,24 @@ def probe(module: FineTunedModule, cells: CellSource, tokenizer: Tokenizer, task
 
 
 def fit_logistic(
-    features: np.ndarray, classes: np.ndarray, n_classes: int, class_weights: np.ndarray | None = None
+    features: Any, classes: np.ndarray, n_classes: int, class_weights: np.ndarray | None = None, strength: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return weights (C, F) and biases (C,) of a logistic regression (L2, C = 1).
+    """Return weights (C, F) and biases (C,) of a logistic regression with an L2 penalty.
 
     A class without cells receives zero weights and the smallest bias.
 
     Parameters
     ----------
     features
-        Features of each cell, shape (N, F).
+        Features of each cell, dense or sparse, shape (N, F).
     classes
         Class of each cell, shape (N,).
     n_classes
         Number of classes C.
     class_weights
         Weight of each class, shape (C,). If None, all weights are 1.
+    strength
+        Inverse of the regularization strength, ``C`` of scikit-learn.
     """
     from sklearn.linear_model import LogisticRegression
 
@@ -377,7 +379,7 @@ def fit_logistic(
         biases[known] = 1.0
         return weights, biases
     of_cells = None if class_weights is None else class_weights[classes]
-    model = LogisticRegression(max_iter=2_000).fit(features, classes, sample_weight=of_cells)
+    model = LogisticRegression(C=strength, max_iter=2_000).fit(features, classes, sample_weight=of_cells)
     two = len(known) == 2
     # Of two classes scikit-learn has the difference only.
     weights[known] = np.concatenate([-model.coef_, model.coef_]) / 2 if two else model.coef_

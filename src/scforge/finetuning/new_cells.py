@@ -33,12 +33,12 @@ def votes_of(distances: np.ndarray) -> np.ndarray:
     return np.exp(-0.5 * np.square(distances / scale))
 
 
-def choose_labeled(classes: np.ndarray, *, seed: int) -> np.ndarray:
-    """Return the positions of at most 2,000 cells, sorted; classes with few cells keep more of them."""
+def choose_labeled(classes: np.ndarray, *, seed: int, most: int = _MOST) -> np.ndarray:
+    """Return the positions of at most `most` cells, sorted; classes with few cells keep more of them."""
     order = np.random.default_rng(seed).permutation(len(classes))
     ranks = pd.Series(order).groupby(classes[order]).cumcount().to_numpy()
-    is_first = ranks < _MOST // (2 * len(np.unique(classes)))
-    return np.sort(np.concatenate([order[is_first], order[~is_first]])[:_MOST])
+    is_first = ranks < most // (2 * len(np.unique(classes)))
+    return np.sort(np.concatenate([order[is_first], order[~is_first]])[:most])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,273 @@
+"""How well does one call label the cells of another donor, protocol, study or species, and what does it cost?
+
+Rows of scforge are ``Encoder(reference).train()``, then ``transfer_labels(query)`` with each of its methods. Genes,
+principal components and Harmony have the same logistic regression as scforge: each label has the same weight, and the
+regularization is chosen on held-out reference batches, or on random folds of a single batch. "Harmony" learns from the
+query as well, without its labels. CellTypist's method and ``scanpy.tl.ingest`` have the options of their authors.
+"classifier of the query" learns from labels of the query itself, in five folds: a limit that nobody can reach without
+them.
+
+`macro_f1` is over the types that reference and query share, `rare_recall` over those of them with less than 5 % of the
+cells of the query, `calibration_error` in 15 bins, `cpu_seconds` with training. `macro_f1_5` and `macro_f1_20` learn
+from so many labeled cells of each type. Tasks and the split into tuning and test are in ``_transfer_tasks.py``: what is
+shown of test tasks was run once, with everything fixed. The results go into ``benchmarks/results/label_transfer.csv``::
+
+    python benchmarks/label_transfer.py --data FOLDER --tasks tuning
+    python benchmarks/label_transfer.py --docs docs/reference_mapping.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import scanpy as sc
+from _tables import best_other, difference, keep, means, read, rewrite
+from _transfer_tasks import BATCH, LABEL, RUNS, TEST, TUNING, Pair, task_pair
+from scipy import sparse
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import f1_score, recall_score, roc_auc_score
+from sklearn.model_selection import GroupKFold, KFold, StratifiedKFold, cross_val_predict
+from sklearn.neighbors import KNeighborsClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import MaxAbsScaler, StandardScaler
+from transfer import celltypist, components, genes, harmony
+
+from scforge.finetuning.metrics import calibration_error
+from scforge.models import Encoder
+
+RESULTS = Path(__file__).parent / "results" / "label_transfer.csv"
+KEYS = ["task", "run", "method", "metric"]
+STRENGTHS = (0.01, 0.1, 1.0)
+FEW = (5, 20)
+RARE = 0.05
+FOLDS = 5
+LIMIT = "classifier of the query"
+OURS = "scforge, consensus"
+METHODS = {"consensus": OURS, "linear": "scforge, embedding", "knn": "scforge, neighbors"}
+QUESTIONS = {
+    "condition": "control to stimulated cells (tuning)",
+    "missing": "the same without one cell type (tuning)",
+    "protocol": "CEL-seq2 to Drop-seq, cell lines (tuning)",
+    "simulated_donors": "four simulated donors to two others (tuning)",
+    "donor_pairs": "six donors to two others",
+    "study": "eight donors to PBMC 3k",
+    "study_back": "PBMC 3k to eight donors",
+    "collection": "two studies to PBMC 3k",
+    "species": "half of PBMC 3k to the other as another species",
+    "facs_to_cite": "FACS-sorted cells to CITE-seq",
+    "cite_to_facs": "CITE-seq to FACS-sorted cells",
+    "pbmc3k_to_facs": "PBMC 3k to FACS-sorted cells",
+    "pbmc3k_to_cite": "PBMC 3k to CITE-seq",
+    "donors_to_facs": "eight donors to FACS-sorted cells",
+    "donors_to_cite": "eight donors to CITE-seq",
+}
+
+VIEWS = {
+    "genes": genes,
+    "PCA": partial(components, scale=False),
+    "PCA, scaled genes": partial(components, scale=True),
+    "Harmony": partial(harmony, scale=False),
+    "Harmony, scaled genes": partial(harmony, scale=True),
+}
+"""Features of reference and query, which baselines learn from."""
+
+type Prediction = tuple[str, pd.DataFrame, float]
+"""Method, probability of each label for each query cell, and CPU seconds."""
+
+
+def scforge(pair: Pair, seed: int) -> Iterator[Prediction]:
+    """Predict with each method of ``transfer_labels``, and the default with few labels."""
+    reference, query = (cells.copy() for cells in pair)
+    began = time.process_time()
+    several = reference.obs[BATCH].nunique() > 1
+    Encoder.setup_anndata(reference, labels_key=LABEL, batch_key=BATCH if several else None)
+    model = Encoder(reference, seed=seed)
+    model.train(progress_bar=False, accelerator="cpu")
+    trained = time.process_time() - began
+    few = {n: few_labels(reference, n, seed) for n in FEW}
+    for ending, labels in {"": reference.obs[LABEL], **{f" few {n}": labels for n, labels in few.items()}}.items():
+        reference.obs["learned"] = labels
+        for method, name in METHODS.items():
+            began = time.process_time()
+            # The column of the batches has the same name in both.
+            table = model.transfer_labels(query, labels_key="learned", method=method)
+            yield name + ending, table, trained + time.process_time() - began
+
+
+def few_labels(reference: ad.AnnData, n: int, seed: int) -> pd.Series:
+    """Return the labels of `n` random cells of each type; the others have none."""
+    order = pd.Series(np.random.default_rng(seed).random(reference.n_obs), index=reference.obs_names)
+    return reference.obs[LABEL].astype(object).where(order.groupby(reference.obs[LABEL].to_numpy()).rank() <= n)
+
+
+def baselines(pair: Pair, seed: int) -> Iterator[Prediction]:
+    """Predict with simple methods, with all labels and with few."""
+    reference, query = pair
+    batches = reference.obs[BATCH].astype(str).to_numpy()
+    labels = {"": reference.obs[LABEL], **{f" few {n}": few_labels(reference, n, seed) for n in FEW}}
+    for name, view in VIEWS.items():
+        began = time.process_time()
+        known, to_label = view(pair, seed)
+        embedded = time.process_time() - began
+        for ending, given in labels.items():
+            rows = np.flatnonzero(given.notna())
+            truth = given.iloc[rows].astype(str).to_numpy()
+            began = time.process_time()
+            table = linear(known[rows], truth, batches[rows], to_label, seed)
+            yield f"{name}, linear{ending}", table, embedded + time.process_time() - began
+            if not sparse.issparse(known):
+                began = time.process_time()
+                voters = KNeighborsClassifier(min(15, len(rows))).fit(known[rows], truth)
+                table = labeled(voters.predict_proba(to_label), voters.classes_)
+                yield f"{name}, kNN{ending}", table, embedded + time.process_time() - began
+    began = time.process_time()
+    yield "CellTypist's method", labeled_as(celltypist(pair, seed)), time.process_time() - began
+    began = time.process_time()
+    yield "ingest", labeled_as(ingest(pair, seed)), time.process_time() - began
+    known, to_label = genes((query, query), seed)
+    truth = query.obs[LABEL].astype(str).to_numpy()
+    has_folds = pd.Series(truth).map(pd.Series(truth).value_counts()).to_numpy() >= FOLDS
+    if len(np.unique(truth[has_folds])) > 1:
+        began = time.process_time()
+        classifier = make_pipeline(MaxAbsScaler(), LogisticRegression(C=0.1, class_weight="balanced", max_iter=2_000))
+        folds = StratifiedKFold(FOLDS, shuffle=True, random_state=seed)
+        found = np.full(len(truth), "", dtype=object)
+        found[has_folds] = cross_val_predict(classifier, known[has_folds], truth[has_folds], cv=folds)
+        yield LIMIT, labeled_as(found), time.process_time() - began
+
+
+def linear(known: Any, truth: np.ndarray, batches: np.ndarray, to_label: Any, seed: int) -> pd.DataFrame:
+    """Predict with a logistic regression whose strength has the least log loss on held-out cells."""
+    scaler = MaxAbsScaler() if sparse.issparse(known) else StandardScaler()
+
+    def fitted(rows: np.ndarray, strength: float) -> Any:
+        classifier = LogisticRegression(C=strength, class_weight="balanced", max_iter=2_000)
+        return make_pipeline(scaler, classifier).fit(known[rows], truth[rows])
+
+    several = len(np.unique(batches)) > 1
+    folds = (
+        GroupKFold(min(FOLDS, len(np.unique(batches)))) if several else KFold(FOLDS, shuffle=True, random_state=seed)
+    )
+    losses = dict.fromkeys(STRENGTHS, 0.0)
+    weights = 1 / pd.Series(truth).map(pd.Series(truth).value_counts()).to_numpy()
+    for kept, held_out in folds.split(known, groups=batches if several else None):
+        held_out = held_out[np.isin(truth[held_out], truth[kept])]
+        for strength in STRENGTHS if len(held_out) and len(np.unique(truth[kept])) > 1 else ():
+            model = fitted(kept, strength)
+            probabilities = model.predict_proba(known[held_out])
+            right = probabilities[np.arange(len(held_out)), np.searchsorted(model.classes_, truth[held_out])]
+            losses[strength] -= (weights[held_out] * np.log(right + 1e-6)).sum()
+    model = fitted(np.arange(len(truth)), min(STRENGTHS, key=losses.__getitem__))
+    return labeled(model.predict_proba(to_label), model.classes_)
+
+
+def labeled(probabilities: np.ndarray, classes: np.ndarray) -> pd.DataFrame:
+    return pd.DataFrame({"label": classes[probabilities.argmax(axis=1)], "probability": probabilities.max(axis=1)})
+
+
+def labeled_as(labels: np.ndarray) -> pd.DataFrame:
+    """Return labels of a method without probabilities."""
+    return pd.DataFrame({"label": labels, "probability": np.nan})
+
+
+def ingest(pair: Pair, seed: int) -> np.ndarray:
+    """Return the labels that scanpy's ingest transfers, with its tutorial's steps."""
+    reference, query = (cells.copy() for cells in pair)
+    for cells in (reference, query):
+        sc.pp.normalize_total(cells, target_sum=1e4)
+        sc.pp.log1p(cells)
+    sc.pp.highly_variable_genes(reference, n_top_genes=min(2_000, reference.n_vars))
+    chosen = reference.var["highly_variable"].to_numpy()
+    reference, query = reference[:, chosen].copy(), query[:, chosen].copy()
+    sc.pp.pca(reference, random_state=seed)
+    sc.pp.neighbors(reference, random_state=seed)
+    sc.tl.ingest(query, reference, obs=LABEL, embedding_method="pca")
+    return query.obs[LABEL].astype(str).to_numpy()
+
+
+def scores(table: pd.DataFrame, pair: Pair) -> dict[str, float]:
+    """Return the metrics of a prediction; types that the reference lacks are not scored."""
+    known, truth = (cells.obs[LABEL].astype(str).to_numpy() for cells in pair)
+    scored = np.isin(truth, known)
+    types, counts = np.unique(truth[scored], return_counts=True)
+    predicted, probability = table["label"].astype(str).to_numpy(), table["probability"].to_numpy()
+    found = {
+        "macro_f1": f1_score(truth[scored], predicted[scored], labels=types, average="macro", zero_division=0),
+        "accuracy": float((predicted == truth)[scored].mean()),
+    }
+    if len(rare := types[counts < RARE * len(truth)]):
+        found["rare_recall"] = recall_score(
+            truth[scored], predicted[scored], labels=rare, average="macro", zero_division=0
+        )
+    if not np.isnan(probability).any():
+        is_right = (predicted == truth)[scored]
+        found["calibration_error"] = calibration_error(probability[scored], is_right)
+        found["wrong_confident"] = float((probability[scored][~is_right] > 0.9).mean()) if not is_right.all() else 0.0
+        if not scored.all():
+            found["auroc_new"] = roc_auc_score(~scored, -probability)
+    return found
+
+
+def measured(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    for task in args.tasks:
+        for run in range(args.first_run, min(args.first_run + args.runs, RUNS.get(task, np.inf))):
+            pair = task_pair(task, args.data, run)
+            for predict in (scforge, baselines):
+                for method, table, seconds in predict(pair, run):
+                    found = {**scores(table, pair), "cpu_seconds": seconds}
+                    name, _, few = method.partition(" few ")
+                    print(
+                        task, run, method, {name: round(float(value), 3) for name, value in found.items()}, flush=True
+                    )
+                    for metric, value in found.items():
+                        if few and metric != "macro_f1":
+                            continue
+                        metric = f"{metric}_{few}" if few else metric
+                        yield {"task": task, "run": run, "method": name, "metric": metric, "value": value}
+
+
+def overview(results: pd.DataFrame, metric: str) -> str:
+    """Return the consensus against the best other method as Markdown, one row per task with at least three runs."""
+    lines = ["| task | n | consensus | best other method | difference |", "|---|---|---|---|---|"]
+    for task, question in QUESTIONS.items():
+        of_task = results[(results["metric"] == metric) & (results["task"] == task) & (results["method"] != LIMIT)]
+        wide = of_task.pivot(index="run", columns="method", values="value")
+        if len(wide) >= 3:
+            best = best_other(wide)
+            gain = difference((wide[OURS] - wide[best]).dropna())
+            lines.append(
+                f"| {question} | {len(wide)} | {wide[OURS].mean():.3f} | {wide[best].mean():.3f} ({best}) | {gain} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    groups = {"tuning": list(TUNING), "test": list(TEST)}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default=os.environ.get("SCFORGE_DATA"), help="folder of the data sets")
+    parser.add_argument("--tasks", nargs="+", default=["tuning"], choices=[*groups, *QUESTIONS])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--first-run", type=int, default=0)
+    parser.add_argument("--docs", nargs="+", type=Path, help="pages to write tables into; nothing is measured")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    args.tasks = [task for one in args.tasks for task in groups.get(one, [one])]
+    results = read(RESULTS, KEYS) if args.docs else keep(measured(args), RESULTS, KEYS)
+    methods = list(dict.fromkeys(results["method"]))
+    for page in args.docs or ():
+        rewrite(page, "label_transfer_overview", lambda metric: overview(results, metric))
+        rewrite(page, "label_transfer", lambda metric: means(results, metric, "task", QUESTIONS, methods))
+
+
+if __name__ == "__main__":
+    main()
