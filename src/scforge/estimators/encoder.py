@@ -1271,7 +1271,7 @@ class Encoder(CellModel):
                     source.uns[UNS_KEY][self._obsm_key]["task"] = "adaptation"  # as from load_query_data
         return table
 
-    def _batches_of(self, source: Any, cells: Cells) -> np.ndarray:
+    def _batches_of(self, source: Any, cells: Any) -> np.ndarray:
         """Return the batch of each cell by the setup of an AnnData or of this model; one batch without a key."""
         setup = self._setup_of(source) if isinstance(source, AnnData) else None
         key = (setup or self._setup).get("batch_key")

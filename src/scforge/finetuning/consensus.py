@@ -124,7 +124,9 @@ def consensus(
     .. [1] Korsunsky et al. (2019), Nature Methods 16, 1289-1296.
     """
     classes, n_query = reference.classes, len(embeddings)
-    shared = np.flatnonzero(_measured(reference.cells) & _measured(cells))
+    shared = np.arange(reference.cells.counts.shape[1])
+    for measured in (reference.cells.measured, cells.measured):
+        shared = shared if measured is None else shared[measured[shared]]
     genes = shared[most_variable(reference.cells.counts[:, shared], reference.cells.totals, _N_GENES)]
     values = _values(reference.cells, genes)
     groups = np.array_split(np.random.default_rng(seed).permutation(n_query), -(-n_query // _AT_ONCE))
@@ -184,15 +186,18 @@ class _Heads:
                 for kept, held_out in folds
             ]
             logs[name][strength] = np.concatenate(parts)
-        strengths = {name: min(_STRENGTHS, key=lambda one, of=of: loss(of[one])) for name, of in logs.items()}
+        strengths = {}
+        for name, of_view in logs.items():
+            losses = {strength: loss(found) for strength, found in of_view.items()}
+            strengths[name] = min(losses, key=losses.__getitem__)
         best = [logs[name][strengths[name]] for name in features]
         candidates = [one for one in product(range(_STEPS + 1), repeat=len(best)) if sum(one) == _STEPS]
-        found = min(candidates, key=lambda one: loss(sum(np.array(one)[:, None, None] / _STEPS * np.stack(best))))
+        found = min(candidates, key=lambda one: loss(np.tensordot(one, np.stack(best), axes=1) / _STEPS))
         weights = {
             name: _EQUAL * equal[name] + (1 - _EQUAL) * share / _STEPS
             for name, share in zip(features, found, strict=True)
         }
-        combined = sum(weights[name] * logs[name][strengths[name]] for name in features)
+        combined = np.tensordot([weights[name] for name in features], np.stack(best), axes=1)
         return cls(strengths, weights, fit_temperature(combined, truth))
 
 
@@ -232,7 +237,3 @@ def _log_probabilities(features: Any, classes: np.ndarray, n_classes: int, stren
 def _values(cells: CellSource, genes: np.ndarray) -> sparse.csr_matrix:
     """Return log1p CP10K values of some genes, shape (N, number of genes)."""
     return log1p_cp10k_rows(sparse.csr_matrix(cells.counts)[:, genes], np.maximum(cells.totals, 1.0))
-
-
-def _measured(cells: CellSource) -> np.ndarray:
-    return np.ones(cells.counts.shape[1], dtype=bool) if cells.measured is None else cells.measured
