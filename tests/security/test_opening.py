@@ -16,6 +16,7 @@ from pathlib import Path
 import anndata as ad
 import h5py
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -300,6 +301,21 @@ def test_huge_options_of_tokenizers_and_objectives(registry) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
 
 
+@pytest.mark.parametrize("value", [[], {}, ["a"], {"a": 1}, 3, True])
+@pytest.mark.parametrize("part", ["architecture", "tokenizer", "objective"])
+def test_text_options_that_are_no_text(part: str, value: object, model: Path) -> None:
+    described = json.loads((model / "config.json").read_text())[part]
+    registry = {"architecture": MODELS, "tokenizer": TOKENIZERS, "objective": OBJECTIVES}[part]
+    parameters = inspect.signature(registry.get(described["name"])).parameters
+    names = [name for name, parameter in parameters.items() if parameter.annotation in ("str", "str | None")]
+    assert names
+    for name in names:
+        reseal(model, **{part: {**described, name: value}})
+        with pytest.raises(ScforgeError, match=rf"{name}=.* (must be|is not) text") as caught:
+            Encoder.load(model)
+        assert "\n" not in str(caught.value)
+
+
 def test_parts_of_any_architecture_are_counted() -> None:
     def many() -> torch.nn.Module:
         return torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(10**9))
@@ -502,7 +518,54 @@ def virtual(file: h5py.File, secret: Path) -> None:
     data.attrs["encoding-type"], data.attrs["encoding-version"] = "array", "0.2.0"
 
 
-@pytest.mark.parametrize("plant", [external_storage, external_link, external_behind_a_link, virtual])
+def marked(data: h5py.Dataset) -> None:
+    data.attrs["encoding-type"], data.attrs["encoding-version"] = "array", "0.2.0"
+
+
+def virtual_of_itself(file: h5py.File, secret: Path) -> None:
+    external_behind_a_link(file, secret)
+    del file["obs/n_counts"]
+    file.move("uns/z", "hidden")
+    layout = h5py.VirtualLayout(shape=(60,), dtype="u1")
+    layout[:] = h5py.VirtualSource(".", "hidden", shape=(60,))
+    marked(file.create_virtual_dataset("obs/n_counts", layout))
+
+
+def virtual_behind_a_link(file: h5py.File, secret: Path) -> None:
+    external_link(file, secret)
+    file.move("obs/n_counts", "hidden")
+    layout = h5py.VirtualLayout(shape=(60,), dtype="f8")
+    layout[:] = h5py.VirtualSource(".", "hidden", shape=(60,))
+    marked(file.create_virtual_dataset("obs/n_counts", layout))
+
+
+def endless(file: h5py.File, secret: Path) -> None:
+    del file["obs/n_counts"]
+    layout = h5py.VirtualLayout(shape=(60,), dtype="f8")
+    layout[:] = h5py.VirtualSource(".", "obs/n_counts", shape=(60,))
+    marked(file.create_virtual_dataset("obs/n_counts", layout))
+
+
+def soft_links(file: h5py.File, secret: Path) -> None:
+    external_link(file, secret)
+    del file["obs/n_counts"]
+    file["deep/out"] = h5py.ExternalLink(str(secret.with_suffix(".h5")), "/")
+    file["first"] = h5py.SoftLink("deep/out/x")
+    file["obs/n_counts"] = h5py.SoftLink("/first")
+
+
+def counts_behind_a_link(file: h5py.File, secret: Path) -> None:
+    shutil.copy(file.filename, secret.with_suffix(".h5"))
+    file["out"] = h5py.ExternalLink(str(secret.with_suffix(".h5")), "/")
+    del file["X/data"]
+    file["X/data"] = h5py.SoftLink("/out/X/data")
+
+
+PLANTS = [external_storage, external_link, external_behind_a_link, virtual, virtual_of_itself, virtual_behind_a_link]
+PLANTS += [endless, soft_links, counts_behind_a_link]
+
+
+@pytest.mark.parametrize("plant", PLANTS)
 def test_files_that_read_other_files(plant, model: Path, adata: ad.AnnData, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)
@@ -525,6 +588,41 @@ def test_files_that_read_other_files(plant, model: Path, adata: ad.AnnData, tmp_
             read()
         assert "\n" not in str(caught.value)
     assert not list(tmp_path.glob("o*"))
+
+
+def test_categories_without_a_name(adata: ad.AnnData, tmp_path: Path) -> None:
+    """anndata follows a reference to categories, which may lead to what no group of the file contains."""
+    (tmp_path / "secret").write_bytes(SECRET)
+    path, cells = tmp_path / "cells.h5ad", adata.copy()
+    cells.obs = pd.DataFrame({"n_counts": np.zeros(60, np.int8)}, index=cells.obs_names)
+    cells.write_h5ad(path)
+    with h5py.File(path, "a") as file:
+        size = path.stat().st_size
+        marked(file.create_dataset("hidden/z", (60,), dtype="u1", external=[(str(tmp_path / "secret"), 0, 60)]))
+        file["obs/n_counts"].attrs["categories"] = file["hidden/z"].ref
+        file["obs"].attrs["encoding-version"] = "0.1.0"
+    content = bytearray(path.read_bytes())
+    place = content.index(b"SNOD", size) + 6  # number of names in the new group
+    content[place : place + 2] = bytes(2)
+    path.write_bytes(content)
+    with h5py.File(path) as file:
+        assert list(file["hidden"]) == []
+    for read in (read_h5ad, open_cells):
+        with pytest.raises(DataError, match="reads from other files"):
+            read(path)
+
+
+def test_harmless_links_in_a_file(adata: ad.AnnData, tmp_path: Path) -> None:
+    path = tmp_path / "cells.h5ad"
+    adata.write_h5ad(path)
+    with h5py.File(path, "a") as file:
+        file["uns/nowhere"] = h5py.SoftLink("/not/there")
+        file["uns/circle"] = h5py.SoftLink("/uns/circle")
+        file["uns/root"] = file["/"]
+        file.move("X/data", "counts")
+        file["X/data"] = h5py.SoftLink("/counts")
+    assert open_cells(path).obs.shape[0] == 60
+    assert convert(path, tmp_path / "out.zarr").n_cells == 60
 
 
 def test_links_out_of_a_model_folder_are_not_shared(model: Path, tmp_path: Path, monkeypatch) -> None:

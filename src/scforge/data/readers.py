@@ -756,17 +756,10 @@ class StoredAdata:
         from anndata.io import read_elem
 
         with reading(f"the {what} ({name}) of {self.path!r}", fix=_AGAIN):
-            self._check(name)
             table = read_elem(self.file[name])
         if not isinstance(table, pd.DataFrame):
             raise DataError(f"{name} of {self.path!r} is not a {what}; write the file again with anndata.")
         return table
-
-    def _check(self, name: str) -> None:
-        """Raise a DataError if a part of an HDF5 file lies in another file."""
-        if isinstance(self.file, h5py.Group):
-            whole, part = (self.file, name) if self.whole is None else (self.whole, f"mod/{self.modality}/{name}")
-            check_h5(whole, self.path, part)
 
     @property
     def layers(self) -> list[str]:
@@ -788,7 +781,6 @@ class StoredAdata:
             raw = ", or the result of adata.raw.to_adata()" if self.has("raw/X") else ""
             raise DataError(f"{self.path!r} has no {name}; pass a layer (available: {listing(self.layers)}){raw}.")
         with reading(f"{name!r} of {self.path!r}"):
-            self._check(name)
             matrix = Matrix.of(self.file[name], self.path)
         n_cells, n_genes = matrix.shape
         if n_genes != len(self.var) or not n_cells or not n_genes:
@@ -899,6 +891,7 @@ class Location:
         self.name = redacted(address) if is_url(address) else address
         self.address, self._modality, self._options = address, modality, dict(options or {})
         self._is_zarr = is_zarr(address, options)
+        self._is_checked = False
 
     @contextlib.contextmanager
     def open(self) -> Iterator[StoredAdata]:
@@ -916,6 +909,9 @@ class Location:
                     else:
                         check_file(file)
                     stored = opened.enter_context(h5py.File(file, "r"))
+                    if not self._is_checked:  # once, as it fetches all parts of a remote file
+                        check_h5(stored, self.name)
+                        self._is_checked = True
             yield StoredAdata.of(self.name, stored, self._modality)
 
     def identity(self) -> dict[str, int | float | str]:
