@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import socket
@@ -470,6 +471,34 @@ def test_pipes_in_stores_do_not_hang(name: str, adata: ad.AnnData, tmp_path: Pat
         inspect_store(store)
     with deadline(60), pytest.raises((DataError, MissingFileError, ModelFileError)):
         open_cells(store)
+
+
+@pytest.mark.parametrize("linked", ["chunk", "folder"])
+@pytest.mark.parametrize("kind", ["store", "AnnData"])
+def test_links_out_of_a_zarr_folder(kind: str, linked: str, adata: ad.AnnData, tmp_path: Path) -> None:
+    real, folder = tmp_path / "real.zarr", tmp_path / "cells.zarr"
+    adata.write_h5ad(tmp_path / "cells.h5ad")
+    if kind == "store":
+        convert(tmp_path / "cells.h5ad", real)
+    else:
+        adata.write_zarr(real)
+    folder.symlink_to(real)
+    chunk = next(part for part in sorted(real.rglob("*")) if part.is_file() and re.fullmatch("[0-9.]+", part.name))
+    moved = chunk if linked == "chunk" else chunk.parent
+    inside, outside = real / "moved", tmp_path / "private"
+    moved.rename(inside)
+    moved.symlink_to(inside)
+    for place in (folder, f"file://{folder}"):
+        open_cells(place)
+    inside.rename(outside)
+    moved.unlink()
+    moved.symlink_to(outside)
+    for place in (folder, f"file://{folder}"):
+        with pytest.raises(DataError, match="is a link out of its folder") as caught:
+            open_cells(place)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match="is a link out of its folder"):
+        convert(folder, tmp_path / "out.zarr")
 
 
 class deadline:

@@ -161,7 +161,7 @@ _FINAL = (
 
 def without_query(url: str) -> str:
     """Return a URL without its query. Only HTTP URLs have a query; in other URLs, ``?`` is part of a pattern."""
-    return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
+    return url.partition("?")[0] if url.lower().startswith(("http://", "https://")) else url
 
 
 def remote_file_system(
@@ -173,6 +173,7 @@ def remote_file_system(
     if f"://{SECRET}@" in url or f"?{SECRET}" in url or f"'{SECRET}'" in repr(storage_options):
         raise OptionError(f"{url!r} requires a credential, which scforge does not save to files; enter it again.")
     scheme = check_url(url, storage_options)
+    url = scheme + url[len(scheme) :]  # fsspec knows protocols in lower case
     with reading(repr(url)):
         try:
             options = _with_limits(scheme, dict(storage_options or {}))
@@ -297,6 +298,7 @@ def open_group(
     store: storage.LocalStore | storage.FsspecStore
     if is_url(name):
         fs, path = remote_file_system(name, storage_options, asynchronous=True)
+        local = path if isinstance(fs, LocalFileSystem) else None
         if not fs.async_impl:
             fs = AsyncFileSystemWrapper(fs, asynchronous=True)
         elif hasattr(fs, "retries"):
@@ -304,10 +306,10 @@ def open_group(
             fs.retries = 1
         store = RemoteStore(fs, read_only=mode == "r", path=path.rstrip("/"))
     else:
-        store = LocalStore(name, read_only=mode == "r")
+        store, local = LocalStore(name, read_only=mode == "r"), name
     with reading(repr(name), how="as a zarr folder"):
-        if mode == "r" and not is_url(name):
-            check_folder_files(name)  # what decodes chunks opens them itself
+        if mode == "r" and local is not None:
+            check_folder_files(local)  # what decodes chunks opens them itself
         return zarr.open_group(store, mode=mode)
 
 
@@ -1175,8 +1177,8 @@ def _open_object(source: Any, layer: str | None, modality: str | None) -> ChunkR
 
 def _expanded(place: str, options: Mapping[str, Any] | None) -> list[str]:
     """Return the files that match a pattern, sorted by name; a path is returned unchanged."""
-    if place.startswith("file://"):
-        place = place.removeprefix("file://")
+    if place.lower().startswith("file://"):
+        place = place[len("file://") :]
     if is_url(place):
         if not glob.has_magic(without_query(place)):
             return [place]
