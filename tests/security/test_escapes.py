@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 
 import scforge
 from scforge import pl
@@ -30,6 +31,34 @@ def test_a_name_stays_in_its_cell_of_a_markdown_table(name: str) -> None:
     assert "|" not in text
     assert "<" not in text
     assert "![" not in text
+
+
+ACTIVE = ["[click me](http://evil)", "[click me][x]", "**b**", "*b*", "__b__", "_b_", "`c`", "~~s~~", r"\*b*", "&lt;b>"]
+ACTIVE += ["# a", "> a", "- a", "+ a", "1. a", "2) a", "---", "===", "a *b* _c_", "![x](http://evil)", "[x]: http://evil"]
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_nothing_in_a_name_is_active_in_markdown(name: str) -> None:
+    reader = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    for form in ("{}", "text\n{}", "- {}", "**{}**", "| a |\n|---|\n| {} |"):
+        kinds, texts = set(), []
+        for token in reader.parse(form.format(markdown(name))):
+            kinds.add(token.type)
+            texts += [one.content for one in token.children or [] if one.type == "text"]
+            kinds |= {one.type for one in token.children or []}
+        plain = {token.type for token in reader.parse(form.format("a"))}
+        plain |= {one.type for token in reader.parse(form.format("a")) for one in token.children or []}
+        assert kinds - {"softbreak"} == plain - {"softbreak"}, form
+        assert name in "".join(texts), form
+
+
+@pytest.mark.parametrize("name", ["CD14_Mono", "X_scforge", "-0.5", "0.500", "T cell (naive)", "CD8+ T", "a/b-c.d"])
+def test_ordinary_names_are_as_they_are_in_markdown(name: str) -> None:
+    assert markdown(name) == name
+
+
+def test_dollar_signs_in_markdown_are_no_formulas() -> None:
+    assert markdown("$x_1$") == r"\$x_1\$"
 
 
 @given(st.text())
