@@ -15,10 +15,12 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import anndata as ad
+import fsspec.core
 import h5py
 import numpy as np
 import pandas as pd
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -176,6 +178,7 @@ HOSTILE_URLS = [
     "sftp://127.0.0.1/x.h5ad",
     "dask://x.h5ad",
     "REFERENCE://x.zarr",
+    "LOCAL:///tmp/x.h5ad",
 ]
 
 
@@ -226,6 +229,43 @@ def test_options_that_name_another_file_system(name: str, tmp_path: Path) -> Non
         remote_file_system(f"memory://{tmp_path}/refs.json", options)
     with pytest.raises(OptionError, match="storage_options contains"):
         open_cells("memory://cells.h5ad", storage_options=options)
+
+
+@pytest.mark.parametrize(
+    ("url", "option"),
+    [
+        ("hf://datasets/org/name/cells.h5ad", {"endpoint": "http://127.0.0.1:9"}),
+        ("HF://datasets/org/name/cells.h5ad", {"endpoint": "http://127.0.0.1:9"}),
+        ("hf://datasets/org/name/cells.h5ad", {"hf": {"endpoint": "http://127.0.0.1:9"}}),
+        ("gs://bucket/cells.h5ad", {"endpoint_url": "http://127.0.0.1:9"}),
+        ("gcs://bucket/cells.h5ad", {"gcs": {"endpoint_url": "http://127.0.0.1:9"}}),
+    ],
+)
+def test_no_option_sends_a_token_to_another_server(url: str, option: dict, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(fsspec.core, "get_filesystem_class", None)  # nothing is opened
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps({"data": {"paths": [url], "storage_options": option}}))
+    routes = [
+        lambda: open_cells(url, storage_options=option),
+        lambda: convert(url, tmp_path / "out.zarr", storage_options=option),
+        lambda: scforge.workflows.check_config(load_config(recipe)),
+        lambda: scforge.workflows.train_from_config(load_config(recipe)),
+    ]
+    for route in routes:
+        with pytest.raises(OptionError, match="a server that would get your credentials") as caught:
+            route()
+        assert "\n" not in str(caught.value)
+    assert main(["config", "check", str(recipe)]) == 2
+
+
+def test_an_endpoint_of_s3_is_the_users_choice() -> None:
+    assert check_url("s3://bucket/cells.h5ad", {"endpoint_url": "http://127.0.0.1:9000"}) == "s3"
+
+
+def test_protocols_in_upper_case(saved: Path) -> None:
+    assert check_url("HTTPS://host/cells.h5ad") == "https"
+    assert len(open_cells(f"FILE://{saved / 'adata.h5ad'}")) == 60
+    assert remote_file_system("MEMORY://cells.h5ad")[1] == "/cells.h5ad"
 
 
 def test_what_is_listed_opens() -> None:
@@ -670,6 +710,27 @@ def test_links_out_of_a_model_folder_are_not_shared(model: Path, tmp_path: Path,
     (model / "card.md").write_text("my card")
     (model / "README.md").symlink_to("card.md")
     assert (copy_model(model, tmp_path / "copy") / "README.md").read_text() == "my card"
+
+
+def test_weights_that_vanish_while_they_are_opened(model: Path, tmp_path: Path, monkeypatch) -> None:
+    """Between two looks at the file, safetensors has torch open it, which raises an error of its own."""
+    read, calls = safetensors.torch.load_file, []
+
+    def replaced(path: Path) -> dict[str, torch.Tensor]:
+        calls.append(path)
+        if len(calls) == 1:
+            Path(shutil.copy(path, tmp_path / "new")).replace(path)
+            raise RuntimeError(f"unable to open file <{path}> in read-only mode: No such file or directory (2)")
+        return read(path)
+
+    monkeypatch.setattr(safetensors.torch, "load_file", replaced)
+    Encoder.load(model)
+    assert len(calls) > 1
+    calls.clear()
+    monkeypatch.setattr(safetensors.torch, "load_file", lambda path: torch.UntypedStorage.from_file("/none", False, 1))
+    with pytest.raises(ModelFileError, match="unable to open file") as caught:
+        Encoder.load(model)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("content", ["[]", "3", '"x"', "{}", "null"])

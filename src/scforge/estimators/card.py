@@ -280,9 +280,11 @@ def model_card(
     facts = CardFacts() if facts is None else facts
     tuning, base = spec.tuning, facts.base
     before = n_epochs if tuning is None else tuning.base.get("n_epochs", 0)
-    trained = f"{in_epochs(before)} of the objective {code(spec.objective)} on the architecture {code(spec.architecture)}"
+    trained = (
+        f"{in_epochs(before)} of the objective {code(spec.objective)} on the architecture {code(spec.architecture)}"
+    )
     if facts.checkpoint is not None or (tuning is None and is_trained and not n_epochs):
-        source = markdown(facts.checkpoint or "by an unknown author")
+        source = markdown((facts.checkpoint or "by an unknown author").replace("`", ""))
         trained = f"Trained elsewhere ({source})" + (f", then {trained}" if before else "")
     if tuning is not None:
         lora = "" if tuning.lora is None else f", with low-rank adapters (r={tuning.lora['r']})"
