@@ -44,12 +44,12 @@ def markdown(text: object) -> str:
 
 
 def code(text: object) -> str:
-    """Return a name as code in Markdown, or as :func:`markdown` does if code could not hold it.
+    r"""Return a name as code in Markdown, or as :func:`markdown` does if code could not hold it.
 
     Examples
     --------
     >>> print(code("org/model"), code("org/`model`"))
-    `org/model` org/\\`model\\`
+    `org/model` org/\`model\`
     """
     return f"`{text}`" if _NAME.fullmatch(str(text)) else markdown(text)
 

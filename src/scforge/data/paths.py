@@ -75,7 +75,7 @@ def stem_of(place: str) -> str:
     ('cells', 'cells')
     """
     if is_url(place):
-        place = re.split("[?#]", redacted(place))[0].rpartition(f"{SECRET}@")[2]
+        place = re.split("[?#]", redacted(repr(place))[1:-1])[0].rpartition(f"{SECRET}@")[2]
     return PurePath(place).stem
 
 

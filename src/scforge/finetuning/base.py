@@ -14,7 +14,7 @@ import torch
 from anndata import AnnData
 from torch import nn
 
-from scforge._registry import Registry, check_options, check_kinds
+from scforge._registry import Registry, check_kinds, check_options
 from scforge.data.cells import CellBlock, Cells
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError, spelled, warn

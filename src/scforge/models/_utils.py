@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from scforge._registry import check_options, check_kinds
+from scforge._registry import check_kinds, check_options
 from scforge.errors import OptionError
 from scforge.models.registry import own_names
 

@@ -15,7 +15,7 @@ from scipy import sparse
 
 from scforge._checks import check_bool, check_count
 from scforge._constants import CLS_TOKEN, EOS_TOKEN
-from scforge._registry import Registry, check_options, check_kinds
+from scforge._registry import Registry, check_kinds, check_options
 from scforge.data.cells import CellBlock
 from scforge.data.checks import row_sums, sound_csr, value_problem
 from scforge.data.genes import GeneMap, how_to_convert

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from scforge._registry import Registry, check_options, check_kinds
+from scforge._registry import Registry, check_kinds, check_options
 from scforge.data.cells import CellBlock, Cells, CellSource
 from scforge.errors import OptionError, TrainingError
 from scforge.models.protocol import ModelOutput
