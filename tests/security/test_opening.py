@@ -661,21 +661,22 @@ def test_files_that_read_other_files(plant, model: Path, adata: ad.AnnData, tmp_
 
 def test_categories_without_a_name(adata: ad.AnnData, tmp_path: Path) -> None:
     """anndata follows a reference to categories, which may lead to what no group of the file contains."""
-    (tmp_path / "secret").write_bytes(SECRET)
+    (tmp_path / "secret").write_bytes(bytes(range(60)))
     path, cells = tmp_path / "cells.h5ad", adata.copy()
     cells.obs = pd.DataFrame({"n_counts": np.zeros(60, np.int8)}, index=cells.obs_names)
     cells.write_h5ad(path)
     with h5py.File(path, "a") as file:
-        size = path.stat().st_size
-        marked(file.create_dataset("hidden/z", (60,), dtype="u1", external=[(str(tmp_path / "secret"), 0, 60)]))
-        file["obs/n_counts"].attrs["categories"] = file["hidden/z"].ref
+        hidden = file.create_group("uns/hidden")
+        hidden.attrs["encoding-type"], hidden.attrs["encoding-version"] = "dict", "0.1.0"
+        marked(file.create_dataset("uns/hidden/z", (60,), dtype="u1", external=[(str(tmp_path / "secret"), 0, 60)]))
+        file["obs/n_counts"].attrs["categories"] = file["uns/hidden/z"].ref
         file["obs"].attrs["encoding-version"] = "0.1.0"
     content = bytearray(path.read_bytes())
-    place = content.index(b"SNOD", size) + 6  # number of names in the new group
+    place = content.rindex(b"SNOD") + 6  # number of names in the new group
     content[place : place + 2] = bytes(2)
     path.write_bytes(content)
     with h5py.File(path) as file:
-        assert list(file["hidden"]) == []
+        assert list(file["uns/hidden"]) == []
     for read in (read_h5ad, open_cells):
         with pytest.raises(DataError, match="reads from other files"):
             read(path)
