@@ -75,39 +75,55 @@ def check_regular(path: str | os.PathLike[str], error: type[ScforgeError] = Data
 
 
 def check_folder_files(folder: str | os.PathLike[str]) -> None:
-    """Raise a DataError if a folder contains, at any depth, a pipe, a socket or a device."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                check_folder_files(entry.path)
-            elif not entry.is_file(follow_symlinks=False):
-                check_regular(entry.path)
+    """Raise a DataError if a folder contains, at any depth, a pipe, a socket, a device, or a link that leads out of it.
+
+    Otherwise a store of somebody else would put any file of this machine into the cells that are read from it.
+    """
+    root = os.path.realpath(folder)
+    pending = [os.fspath(folder)]
+    while pending:
+        with os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
+                elif not entry.is_file(follow_symlinks=False):
+                    if os.path.commonpath([root, os.path.realpath(entry.path)]) != root:
+                        raise DataError(
+                            f"{entry.path!r} is a link out of its folder, which scforge does not follow; if you trust "
+                            "the data, copy the folder with cp -rL and open the copy."
+                        )
+                    check_regular(entry.path)
 
 
-def check_h5(file: h5py.Group, name: str, part: str = "/") -> None:
-    """Raise a DataError if a part of an HDF5 file lies elsewhere: by a link, external storage or a virtual dataset.
+def check_h5(file: h5py.Group, name: str) -> None:
+    """Raise a DataError if any part of an HDF5 file lies elsewhere: by a link, external storage or a virtual dataset.
 
     Otherwise a file of somebody else would put any file of this machine into an AnnData or an embedding. `name` is the
     name of the file for messages.
     """
     import h5py
 
-    # What an external link leads to has the name of another file.
-    found = [file[part]]
-    is_outside = found[0].file.filename != file.file.filename
+    # Soft links need no look: without an external link, they lead only to what hard links lead to.
+    found = [file.file["/"]]
+    is_outside = False
     seen: set[int] = set()
     while found and not is_outside:
         one = found.pop()
+        if not isinstance(one, h5py.Group | h5py.Dataset) or (address := h5py.h5o.get_info(one.id).addr) in seen:
+            continue
+        seen.add(address)
         if isinstance(one, h5py.Group):
-            if (address := h5py.h5o.get_info(one.id).addr) not in seen:
-                seen.add(address)
-                links = [one.get(key, getlink=True) for key in one]
-                is_outside = any(isinstance(link, h5py.ExternalLink) for link in links)
-                found += [] if is_outside else [one.get(key) for key in one]
-        elif isinstance(one, h5py.Dataset):
+            for key in one:
+                link = one.get(key, getlink=True)
+                is_outside |= isinstance(link, h5py.ExternalLink)
+                found += [one[key]] if isinstance(link, h5py.HardLink) else []
+        else:
             stored = one.id.get_create_plist()
-            virtual = range(stored.get_virtual_count() if stored.get_layout() == h5py.h5d.VIRTUAL else 0)
-            is_outside = stored.get_external_count() > 0 or any(stored.get_virtual_filename(i) != "." for i in virtual)
+            # A virtual dataset may also be a part of itself, which HDF5 reads until the process crashes.
+            is_outside = stored.get_external_count() > 0 or stored.get_layout() == h5py.h5d.VIRTUAL
+            # The one reference that anndata follows; what it leads to need not have a name.
+            kept = one.attrs.get("categories")
+            found += [file[kept]] if isinstance(kept, h5py.Reference) and kept else []
     if is_outside:
         raise DataError(
             f"{name!r} reads from other files (an external link, external storage or a virtual dataset), which scforge "

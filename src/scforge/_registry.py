@@ -195,11 +195,17 @@ def check_options(
             raise OptionError(f"{wrong}{suggest(option, known, most=20)}")
 
 
-def check_switches(owner: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raise an OptionError if a boolean option of `owner` is not True or False, because "false" is truthy."""
+def check_kinds(owner: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise an OptionError if an option of `owner` that is boolean or text is not, because "false" is truthy."""
     for name, parameter in inspect.signature(owner).parameters.items():
-        if name in options and isinstance(parameter.default, bool) and not isinstance(options[name], bool):
-            raise OptionError(f"{name}={options[name]!r} must be True or False.")
+        if name not in options:
+            continue
+        value, kind = options[name], parameter.annotation
+        if isinstance(parameter.default, bool) and not isinstance(value, bool):
+            raise OptionError(f"{name}={value!r} must be True or False.")
+        may_be_none = kind in ("str | None", str | None)
+        if (may_be_none or kind in ("str", str)) and not isinstance(value, str) and not (may_be_none and value is None):
+            raise OptionError(f"{name}={value!r} must be text{' or None' if may_be_none else ''}.")
 
 
 def _package_of(point: EntryPoint) -> str:

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 # Also marks that reverse the direction of text, and halves of characters, which no terminal can show.
 _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _LINES = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029]+")
+_ENTITY = re.compile(r"&(?=#?\w+;)")
+_MARKS = re.compile(r"[\\`*\[\]~$]|(?<!\w)_+|_+(?!\w)")  # an underscore inside a word is none
+_START = re.compile(r"^(\s*\d*)((?<!\d)#+(?!\S)|(?<!\d)>|(?<!\d)[-+=](?!\w|\.\d)|(?<=\d)[.)](?!\S))")
+_NAME = re.compile(r"[\w.:/@+-]+")
 _FORMULA = tuple("=+-@\t\r")
 
 
@@ -27,14 +31,27 @@ def printable(text: object) -> str:
 
 
 def markdown(text: object) -> str:
-    """Return text for one line or one cell of a table in Markdown, without HTML and images.
+    r"""Return text for one line or one cell of a table in Markdown, in which nothing but a bare URL is active.
 
     Examples
     --------
-    >>> print(markdown("CD4|CD8 <b>"))
-    CD4&#124;CD8 &lt;b>
+    >>> print(markdown("CD4|CD8 <b>"), markdown("CD14_Mono *[x](http://host)*"))
+    CD4&#124;CD8 &lt;b> CD14_Mono \*\[x\](http://host)\*
     """
-    return _LINES.sub(" ", str(text)).replace("|", "&#124;").replace("<", "&lt;").replace("![", r"!\[")
+    line = _ENTITY.sub("&amp;", _LINES.sub(" ", str(text)))
+    line = _MARKS.sub(lambda found: "".join(rf"\{mark}" for mark in found[0]), line)
+    return _START.sub(r"\1\\\2", line).replace("|", "&#124;").replace("<", "&lt;")
+
+
+def code(text: object) -> str:
+    r"""Return a name as code in Markdown, or as :func:`markdown` does if code could not hold it.
+
+    Examples
+    --------
+    >>> print(code("org/model"), code("org/`model`"))
+    `org/model` org/\`model\`
+    """
+    return f"`{text}`" if _NAME.fullmatch(str(text)) else markdown(text)
 
 
 def without_formulas(table: pd.DataFrame) -> pd.DataFrame:

@@ -9,12 +9,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 
 import scforge
 from scforge import pl
-from scforge._text import literal, markdown, printable, without_formulas
+from scforge._text import code, literal, markdown, printable, without_formulas
 from scforge.cli import main
 from scforge.estimators.card import CardFacts
 from scforge.eval.report import Report, Row
@@ -30,6 +31,54 @@ def test_a_name_stays_in_its_cell_of_a_markdown_table(name: str) -> None:
     assert "|" not in text
     assert "<" not in text
     assert "![" not in text
+
+
+ACTIVE = ["[click me](http://evil)", "[click me][x]", "**b**", "*b*", "__b__", "_b_", "`c`", "~~s~~", r"\*b*", "&lt;b>"]
+ACTIVE += [
+    "# a",
+    "> a",
+    "- a",
+    "+ a",
+    "1. a",
+    "2) a",
+    "---",
+    "===",
+    "a *b* _c_",
+    "![x](http://evil)",
+    "[x]: http://evil",
+]
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_nothing_in_a_name_is_active_in_markdown(name: str) -> None:
+    reader = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    for form in ("{}", "text\n{}", "- {}", "**{}**", "| a |\n|---|\n| {} |"):
+        kinds, texts = set(), []
+        for token in reader.parse(form.format(markdown(name))):
+            kinds.add(token.type)
+            texts += [one.content for one in token.children or [] if one.type == "text"]
+            kinds |= {one.type for one in token.children or []}
+        plain = {token.type for token in reader.parse(form.format("a"))}
+        plain |= {one.type for token in reader.parse(form.format("a")) for one in token.children or []}
+        assert kinds - {"softbreak"} == plain - {"softbreak"}, form
+        assert name in "".join(texts), form
+
+
+@pytest.mark.parametrize("name", ["CD14_Mono", "X_scforge", "-0.5", "0.500", "T cell (naive)", "CD8+ T", "a/b-c.d"])
+def test_ordinary_names_are_as_they_are_in_markdown(name: str) -> None:
+    assert markdown(name) == name
+
+
+@given(st.text())
+@example("org/model")
+@example("a`[x](http://evil)`")
+def test_a_name_as_code_ends_with_the_code(name: str) -> None:
+    assert code(name) in (f"`{name}`", markdown(name))
+    assert "`" not in name or code(name) == markdown(name)
+
+
+def test_dollar_signs_in_markdown_are_no_formulas() -> None:
+    assert markdown("$x_1$") == r"\$x_1\$"
 
 
 @given(st.text())
@@ -161,10 +210,11 @@ def test_a_model_card_of_hostile_facts(tmp_path: Path) -> None:
     table = pd.DataFrame({"macro_f1": [0.5, 0.4]}, index=["scforge", "a|b\n<script>"])
     table["kind"] = ["model", "baseline"]
     facts = {"data": ["<script>x</script>", "a\n# b"], "license": "<b>", "citation": "<i>me</i>", "metrics": table}
-    model._facts = CardFacts().with_given(**facts)
+    model._facts = CardFacts(checkpoint="a, `[x](http://evil)`").with_given(**facts)
     model.save(tmp_path / "model")
     text = (tmp_path / "model/README.md").read_text().partition("\n---\n")[2]
     assert "<script" not in text
     assert "<i>" not in text
     assert "<b>" not in text
     assert "\n# b" not in text
+    assert r"Trained elsewhere (a, \[x\](http://evil))" in text

@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import socket
@@ -14,9 +15,12 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import anndata as ad
+import fsspec.core
 import h5py
 import numpy as np
+import pandas as pd
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -174,6 +178,7 @@ HOSTILE_URLS = [
     "sftp://127.0.0.1/x.h5ad",
     "dask://x.h5ad",
     "REFERENCE://x.zarr",
+    "LOCAL:///tmp/x.h5ad",
 ]
 
 
@@ -224,6 +229,43 @@ def test_options_that_name_another_file_system(name: str, tmp_path: Path) -> Non
         remote_file_system(f"memory://{tmp_path}/refs.json", options)
     with pytest.raises(OptionError, match="storage_options contains"):
         open_cells("memory://cells.h5ad", storage_options=options)
+
+
+@pytest.mark.parametrize(
+    ("url", "option"),
+    [
+        ("hf://datasets/org/name/cells.h5ad", {"endpoint": "http://127.0.0.1:9"}),
+        ("HF://datasets/org/name/cells.h5ad", {"endpoint": "http://127.0.0.1:9"}),
+        ("hf://datasets/org/name/cells.h5ad", {"hf": {"endpoint": "http://127.0.0.1:9"}}),
+        ("gs://bucket/cells.h5ad", {"endpoint_url": "http://127.0.0.1:9"}),
+        ("gcs://bucket/cells.h5ad", {"gcs": {"endpoint_url": "http://127.0.0.1:9"}}),
+    ],
+)
+def test_no_option_sends_a_token_to_another_server(url: str, option: dict, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(fsspec.core, "get_filesystem_class", None)  # nothing is opened
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps({"data": {"paths": [url], "storage_options": option}}))
+    routes = [
+        lambda: open_cells(url, storage_options=option),
+        lambda: convert(url, tmp_path / "out.zarr", storage_options=option),
+        lambda: scforge.workflows.check_config(load_config(recipe)),
+        lambda: scforge.workflows.train_from_config(load_config(recipe)),
+    ]
+    for route in routes:
+        with pytest.raises(OptionError, match="a server that would get your credentials") as caught:
+            route()
+        assert "\n" not in str(caught.value)
+    assert main(["config", "check", str(recipe)]) == 2
+
+
+def test_an_endpoint_of_s3_is_the_users_choice() -> None:
+    assert check_url("s3://bucket/cells.h5ad", {"endpoint_url": "http://127.0.0.1:9000"}) == "s3"
+
+
+def test_protocols_in_upper_case(saved: Path) -> None:
+    assert check_url("HTTPS://host/cells.h5ad") == "https"
+    assert len(open_cells(f"FILE://{saved / 'adata.h5ad'}")) == 60
+    assert remote_file_system("MEMORY://cells.h5ad")[1] == "/cells.h5ad"
 
 
 def test_what_is_listed_opens() -> None:
@@ -298,6 +340,21 @@ def test_huge_options_of_tokenizers_and_objectives(registry) -> None:
                         make(name, {option: value})
                     assert time.perf_counter() - begun < 5, (name, option, value)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
+
+
+@pytest.mark.parametrize("value", [[], {}, ["a"], {"a": 1}, 3, True])
+@pytest.mark.parametrize("part", ["architecture", "tokenizer", "objective"])
+def test_text_options_that_are_no_text(part: str, value: object, model: Path) -> None:
+    described = json.loads((model / "config.json").read_text())[part]
+    registry = {"architecture": MODELS, "tokenizer": TOKENIZERS, "objective": OBJECTIVES}[part]
+    parameters = inspect.signature(registry.get(described["name"])).parameters
+    names = [name for name, parameter in parameters.items() if parameter.annotation in ("str", "str | None")]
+    assert names
+    for name in names:
+        reseal(model, **{part: {**described, name: value}})
+        with pytest.raises(ScforgeError, match=rf"{name}=.* (must be|is not) text") as caught:
+            Encoder.load(model)
+        assert "\n" not in str(caught.value)
 
 
 def test_parts_of_any_architecture_are_counted() -> None:
@@ -456,6 +513,34 @@ def test_pipes_in_stores_do_not_hang(name: str, adata: ad.AnnData, tmp_path: Pat
         open_cells(store)
 
 
+@pytest.mark.parametrize("linked", ["chunk", "folder"])
+@pytest.mark.parametrize("kind", ["store", "AnnData"])
+def test_links_out_of_a_zarr_folder(kind: str, linked: str, adata: ad.AnnData, tmp_path: Path) -> None:
+    real, folder = tmp_path / "real.zarr", tmp_path / "cells.zarr"
+    adata.write_h5ad(tmp_path / "cells.h5ad")
+    if kind == "store":
+        convert(tmp_path / "cells.h5ad", real)
+    else:
+        adata.write_zarr(real)
+    folder.symlink_to(real)
+    chunk = next(part for part in sorted(real.rglob("*")) if part.is_file() and re.fullmatch("[0-9.]+", part.name))
+    moved = chunk if linked == "chunk" else chunk.parent
+    inside, outside = real / "moved", tmp_path / "private"
+    moved.rename(inside)
+    moved.symlink_to(inside)
+    for place in (folder, f"file://{folder}"):
+        open_cells(place)
+    inside.rename(outside)
+    moved.unlink()
+    moved.symlink_to(outside)
+    for place in (folder, f"file://{folder}"):
+        with pytest.raises(DataError, match="is a link out of its folder") as caught:
+            open_cells(place)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match="is a link out of its folder"):
+        convert(folder, tmp_path / "out.zarr")
+
+
 class deadline:
     """Fail if the block takes longer, by ending the process, as a pipe that is being opened cannot be interrupted."""
 
@@ -502,7 +587,54 @@ def virtual(file: h5py.File, secret: Path) -> None:
     data.attrs["encoding-type"], data.attrs["encoding-version"] = "array", "0.2.0"
 
 
-@pytest.mark.parametrize("plant", [external_storage, external_link, external_behind_a_link, virtual])
+def marked(data: h5py.Dataset) -> None:
+    data.attrs["encoding-type"], data.attrs["encoding-version"] = "array", "0.2.0"
+
+
+def virtual_of_itself(file: h5py.File, secret: Path) -> None:
+    external_behind_a_link(file, secret)
+    del file["obs/n_counts"]
+    file.move("uns/z", "hidden")
+    layout = h5py.VirtualLayout(shape=(60,), dtype="u1")
+    layout[:] = h5py.VirtualSource(".", "hidden", shape=(60,))
+    marked(file.create_virtual_dataset("obs/n_counts", layout))
+
+
+def virtual_behind_a_link(file: h5py.File, secret: Path) -> None:
+    external_link(file, secret)
+    file.move("obs/n_counts", "hidden")
+    layout = h5py.VirtualLayout(shape=(60,), dtype="f8")
+    layout[:] = h5py.VirtualSource(".", "hidden", shape=(60,))
+    marked(file.create_virtual_dataset("obs/n_counts", layout))
+
+
+def endless(file: h5py.File, secret: Path) -> None:
+    del file["obs/n_counts"]
+    layout = h5py.VirtualLayout(shape=(60,), dtype="f8")
+    layout[:] = h5py.VirtualSource(".", "obs/n_counts", shape=(60,))
+    marked(file.create_virtual_dataset("obs/n_counts", layout))
+
+
+def soft_links(file: h5py.File, secret: Path) -> None:
+    external_link(file, secret)
+    del file["obs/n_counts"]
+    file["deep/out"] = h5py.ExternalLink(str(secret.with_suffix(".h5")), "/")
+    file["first"] = h5py.SoftLink("deep/out/x")
+    file["obs/n_counts"] = h5py.SoftLink("/first")
+
+
+def counts_behind_a_link(file: h5py.File, secret: Path) -> None:
+    shutil.copy(file.filename, secret.with_suffix(".h5"))
+    file["out"] = h5py.ExternalLink(str(secret.with_suffix(".h5")), "/")
+    del file["X/data"]
+    file["X/data"] = h5py.SoftLink("/out/X/data")
+
+
+PLANTS = [external_storage, external_link, external_behind_a_link, virtual, virtual_of_itself, virtual_behind_a_link]
+PLANTS += [endless, soft_links, counts_behind_a_link]
+
+
+@pytest.mark.parametrize("plant", PLANTS)
 def test_files_that_read_other_files(plant, model: Path, adata: ad.AnnData, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)
@@ -527,6 +659,42 @@ def test_files_that_read_other_files(plant, model: Path, adata: ad.AnnData, tmp_
     assert not list(tmp_path.glob("o*"))
 
 
+def test_categories_without_a_name(adata: ad.AnnData, tmp_path: Path) -> None:
+    """anndata follows a reference to categories, which may lead to what no group of the file contains."""
+    (tmp_path / "secret").write_bytes(bytes(range(60)))
+    path, cells = tmp_path / "cells.h5ad", adata.copy()
+    cells.obs = pd.DataFrame({"n_counts": np.zeros(60, np.int8)}, index=cells.obs_names)
+    cells.write_h5ad(path)
+    with h5py.File(path, "a") as file:
+        hidden = file.create_group("uns/hidden")
+        hidden.attrs["encoding-type"], hidden.attrs["encoding-version"] = "dict", "0.1.0"
+        marked(file.create_dataset("uns/hidden/z", (60,), dtype="u1", external=[(str(tmp_path / "secret"), 0, 60)]))
+        file["obs/n_counts"].attrs["categories"] = file["uns/hidden/z"].ref
+        file["obs"].attrs["encoding-version"] = "0.1.0"
+    content = bytearray(path.read_bytes())
+    place = content.rindex(b"SNOD") + 6  # number of names in the new group
+    content[place : place + 2] = bytes(2)
+    path.write_bytes(content)
+    with h5py.File(path) as file:
+        assert list(file["uns/hidden"]) == []
+    for read in (read_h5ad, open_cells):
+        with pytest.raises(DataError, match="reads from other files"):
+            read(path)
+
+
+def test_harmless_links_in_a_file(adata: ad.AnnData, tmp_path: Path) -> None:
+    path = tmp_path / "cells.h5ad"
+    adata.write_h5ad(path)
+    with h5py.File(path, "a") as file:
+        file["uns/nowhere"] = h5py.SoftLink("/not/there")
+        file["uns/circle"] = h5py.SoftLink("/uns/circle")
+        file["uns/root"] = file["/"]
+        file.move("X/data", "counts")
+        file["X/data"] = h5py.SoftLink("/counts")
+    assert open_cells(path).obs.shape[0] == 60
+    assert convert(path, tmp_path / "out.zarr").n_cells == 60
+
+
 def test_links_out_of_a_model_folder_are_not_shared(model: Path, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "id_rsa").write_text("secret")
     (model / "README.md").unlink()
@@ -543,6 +711,27 @@ def test_links_out_of_a_model_folder_are_not_shared(model: Path, tmp_path: Path,
     (model / "card.md").write_text("my card")
     (model / "README.md").symlink_to("card.md")
     assert (copy_model(model, tmp_path / "copy") / "README.md").read_text() == "my card"
+
+
+def test_weights_that_vanish_while_they_are_opened(model: Path, tmp_path: Path, monkeypatch) -> None:
+    """Between two looks at the file, safetensors has torch open it, which raises an error of its own."""
+    read, calls = safetensors.torch.load_file, []
+
+    def replaced(path: Path) -> dict[str, torch.Tensor]:
+        calls.append(path)
+        if len(calls) == 1:
+            Path(shutil.copy(path, tmp_path / "new")).replace(path)
+            raise RuntimeError(f"unable to open file <{path}> in read-only mode: No such file or directory (2)")
+        return read(path)
+
+    monkeypatch.setattr(safetensors.torch, "load_file", replaced)
+    Encoder.load(model)
+    assert len(calls) > 1
+    calls.clear()
+    monkeypatch.setattr(safetensors.torch, "load_file", lambda path: torch.UntypedStorage.from_file("/none", False, 1))
+    with pytest.raises(ModelFileError, match="unable to open file") as caught:
+        Encoder.load(model)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("content", ["[]", "3", '"x"', "{}", "null"])

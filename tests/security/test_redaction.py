@@ -6,7 +6,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from scforge.data.paths import stem_of
 from scforge.errors import DataError, ScforgeWarning, redacted, safe_cause
+from scforge.eval.base import Evaluation, resolve
+from scforge.workflows.places import finetuning_config
 
 SCHEMES = ["http", "https", "s3", "gs", "gcs", "az", "abfs", "abfss", "hf", "filecache::https", "HTTPS"]
 # Quotes and backslashes are shown by repr in several ways, which a substring does not find.
@@ -46,6 +49,30 @@ def test_queries_and_fragments(scheme: str, secret: str, name: str, mark: str) -
     text = redacted(f"{f'{scheme}://host/cells.h5ad{mark}{name}={secret}'!r} cannot be read.")
     assert not shows(secret, text)
     assert text == f"'{scheme}://host/cells.h5ad{mark}***' cannot be read."
+
+
+@given(st.sampled_from(SCHEMES[:-2]), SECRETS, SECRETS)
+@example("https", "pa/ss#word", "SECRET.a/SECRETb&x=c")
+def test_names_of_urls(scheme: str, password: str, query: str) -> None:
+    assert stem_of(f"{scheme}://me:{password}@host/folder/cells.h5ad?sig={query}#{query}") == "cells"
+    assert stem_of(f"{scheme}://me:{password}@host") == "host"
+
+
+@pytest.mark.parametrize("end", ["?sig=SECRET.a/SECRET", "?sig=SECRET.h5ad", "?sig=SECRET.a#SECRET", "#SECRET/b"])
+def test_the_folder_of_fine_tuning_has_no_query(end: str) -> None:
+    flags = {
+        "--base-model": ("finetune.base_model", "model"),
+        "--data": ("data.paths", [f"http://me:PASSWORD@127.0.0.1:9/cells.h5ad{end}"]),
+        "--task": ("finetune.task", "annotation"),
+        "--labels-key": ("data.labels_key", "type"),
+    }
+    assert finetuning_config(None, [], flags=flags).output.checkpoint_dir == "cells_annotation"
+
+
+def test_the_name_of_an_evaluation_has_no_query() -> None:
+    url = "http://me:PASSWORD@127.0.0.1:9/cells.h5ad?sig=SECRET.a/SECRET"
+    found = resolve([Evaluation("geometry"), Evaluation("geometry", dataset=url)], {})
+    assert [one.name for one in found] == ["geometry_held_out", "geometry_cells"]
 
 
 @given(st.text(max_size=60))

@@ -6,12 +6,12 @@ import difflib
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from scforge._io import check_folder, left_by_swap, others_in_store, read_json, working_folders
 from scforge._opening import check_regular
-from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, listing, spelled
+from scforge.errors import SECRET, DataError, MissingFileError, ModelFileError, OptionError, listing, redacted, spelled
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]+://")
 
@@ -23,6 +23,13 @@ _OTHER_PLACES = {
     *("simple_templates", "target_options", "target_protocol", "templates"),
 }
 """Options that make fsspec read from another place than the URL names."""
+
+_ENDPOINTS = {
+    "hf": ("endpoint", "HF_ENDPOINT"),
+    "gs": ("endpoint_url", "STORAGE_EMULATOR_HOST"),
+    "gcs": ("endpoint_url", "STORAGE_EMULATOR_HOST"),
+}
+"""Options that name a server to which the client sends the user's token, and the variables that do so instead."""
 
 
 def is_url(place: Any) -> bool:
@@ -38,17 +45,38 @@ def is_url(place: Any) -> bool:
 
 def check_url(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
     """Return the protocol of a URL. Raises an OptionError if it, or an option, may open more than the URL names."""
-    scheme = url.partition("://")[0]
+    scheme = url.partition("://")[0].lower()
     if "::" in url:
         raise OptionError(f"{url!r} chains URLs with '::', which scforge does not open; pass the URL of the data.")
     if scheme not in PROTOCOLS:
         raise OptionError(f"{url!r} has the protocol {scheme!r}; use one of {listing(PROTOCOLS)}, or a local copy.")
-    if others := sorted(_OTHER_PLACES.intersection(storage_options or ())):
+    own = (storage_options or {}).get(scheme)  # fsspec adds the options under the name of the protocol to the others
+    given = {*(storage_options or ()), *(own if isinstance(own, Mapping) else ())}
+    option, variable = _ENDPOINTS.get(scheme, ("", ""))
+    if option in given:
+        raise OptionError(
+            f"storage_options contains {option!r}, a server that would get your credentials for {url!r}; remove it, or "
+            f"set the environment variable {variable}."
+        )
+    if others := sorted(_OTHER_PLACES & given):
         raise OptionError(
             f"storage_options contains {listing(others)}, which names another place than {url!r}; pass only options of "
             f"the protocol {scheme!r}."
         )
     return scheme
+
+
+def stem_of(place: str) -> str:
+    """Return the name of a file or URL without its extension, and without what may be a credential.
+
+    Examples
+    --------
+    >>> stem_of("folder/cells.h5ad"), stem_of("https://me:secret@host/cells.h5ad?signature=a.b/c")
+    ('cells', 'cells')
+    """
+    if is_url(place):
+        place = re.split("[?#]", redacted(repr(place))[1:-1])[0].rpartition(f"{SECRET}@")[2]
+    return PurePath(place).stem
 
 
 def check_file(path: str | os.PathLike[str]) -> None:
@@ -76,14 +104,14 @@ def is_unfinished(path: str | os.PathLike[str]) -> bool:
     return not path.exists() and bool(working_folders(path.parent, f".{path.name}"))
 
 
-def check_exists(place: str | os.PathLike[str]) -> None:
+def check_exists(place: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> None:
     """Raise an error if a local file or folder does not exist, nor a store that is still being written.
 
-    Patterns and URLs pass, except a URL that scforge does not open.
+    Patterns and URLs pass, except a URL that scforge does not open with these options.
     """
     name = os.fspath(place)
     if is_url(name):
-        check_url(name)
+        check_url(name, storage_options)
         return
     if any(mark in name for mark in "*?["):
         return

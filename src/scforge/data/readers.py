@@ -161,7 +161,7 @@ _FINAL = (
 
 def without_query(url: str) -> str:
     """Return a URL without its query. Only HTTP URLs have a query; in other URLs, ``?`` is part of a pattern."""
-    return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
+    return url.partition("?")[0] if url.lower().startswith(("http://", "https://")) else url
 
 
 def remote_file_system(
@@ -173,6 +173,7 @@ def remote_file_system(
     if f"://{SECRET}@" in url or f"?{SECRET}" in url or f"'{SECRET}'" in repr(storage_options):
         raise OptionError(f"{url!r} requires a credential, which scforge does not save to files; enter it again.")
     scheme = check_url(url, storage_options)
+    url = scheme + url[len(scheme) :]  # fsspec knows protocols in lower case
     with reading(repr(url)):
         try:
             options = _with_limits(scheme, dict(storage_options or {}))
@@ -297,6 +298,7 @@ def open_group(
     store: storage.LocalStore | storage.FsspecStore
     if is_url(name):
         fs, path = remote_file_system(name, storage_options, asynchronous=True)
+        local = path if isinstance(fs, LocalFileSystem) else None
         if not fs.async_impl:
             fs = AsyncFileSystemWrapper(fs, asynchronous=True)
         elif hasattr(fs, "retries"):
@@ -304,10 +306,10 @@ def open_group(
             fs.retries = 1
         store = RemoteStore(fs, read_only=mode == "r", path=path.rstrip("/"))
     else:
-        store = LocalStore(name, read_only=mode == "r")
+        store, local = LocalStore(name, read_only=mode == "r"), name
     with reading(repr(name), how="as a zarr folder"):
-        if mode == "r" and not is_url(name):
-            check_folder_files(name)  # what decodes chunks opens them itself
+        if mode == "r" and local is not None:
+            check_folder_files(local)  # what decodes chunks opens them itself
         return zarr.open_group(store, mode=mode)
 
 
@@ -756,17 +758,10 @@ class StoredAdata:
         from anndata.io import read_elem
 
         with reading(f"the {what} ({name}) of {self.path!r}", fix=_AGAIN):
-            self._check(name)
             table = read_elem(self.file[name])
         if not isinstance(table, pd.DataFrame):
             raise DataError(f"{name} of {self.path!r} is not a {what}; write the file again with anndata.")
         return table
-
-    def _check(self, name: str) -> None:
-        """Raise a DataError if a part of an HDF5 file lies in another file."""
-        if isinstance(self.file, h5py.Group):
-            whole, part = (self.file, name) if self.whole is None else (self.whole, f"mod/{self.modality}/{name}")
-            check_h5(whole, self.path, part)
 
     @property
     def layers(self) -> list[str]:
@@ -788,7 +783,6 @@ class StoredAdata:
             raw = ", or the result of adata.raw.to_adata()" if self.has("raw/X") else ""
             raise DataError(f"{self.path!r} has no {name}; pass a layer (available: {listing(self.layers)}){raw}.")
         with reading(f"{name!r} of {self.path!r}"):
-            self._check(name)
             matrix = Matrix.of(self.file[name], self.path)
         n_cells, n_genes = matrix.shape
         if n_genes != len(self.var) or not n_cells or not n_genes:
@@ -899,6 +893,7 @@ class Location:
         self.name = redacted(address) if is_url(address) else address
         self.address, self._modality, self._options = address, modality, dict(options or {})
         self._is_zarr = is_zarr(address, options)
+        self._is_checked = False
 
     @contextlib.contextmanager
     def open(self) -> Iterator[StoredAdata]:
@@ -916,6 +911,9 @@ class Location:
                     else:
                         check_file(file)
                     stored = opened.enter_context(h5py.File(file, "r"))
+                    if not self._is_checked:  # once, as it fetches all parts of a remote file
+                        check_h5(stored, self.name)
+                        self._is_checked = True
             yield StoredAdata.of(self.name, stored, self._modality)
 
     def identity(self) -> dict[str, int | float | str]:
@@ -1179,8 +1177,8 @@ def _open_object(source: Any, layer: str | None, modality: str | None) -> ChunkR
 
 def _expanded(place: str, options: Mapping[str, Any] | None) -> list[str]:
     """Return the files that match a pattern, sorted by name; a path is returned unchanged."""
-    if place.startswith("file://"):
-        place = place.removeprefix("file://")
+    if place.lower().startswith("file://"):
+        place = place[len("file://") :]
     if is_url(place):
         if not glob.has_magic(without_query(place)):
             return [place]

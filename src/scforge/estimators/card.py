@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from scforge._io import marked
-from scforge._text import markdown
+from scforge._text import code, markdown
 from scforge._version import __version__
 from scforge.errors import ModelFileError, OptionError, listing
 from scforge.estimators.spec import ModelSpec
@@ -190,7 +190,7 @@ class CardFacts:
     def of_checkpoint(cls, found: Foreign) -> CardFacts:
         """Create facts from the family of a published checkpoint and the name of its file or folder."""
         family = " ".join(part for part in (found.family, found.version) if part)
-        return cls(checkpoint=f"{family}, `{Path(found.source).resolve().name}`")
+        return cls(checkpoint=f"{family}, {Path(found.source).resolve().name}")
 
     def with_given(
         self,
@@ -280,18 +280,21 @@ def model_card(
     facts = CardFacts() if facts is None else facts
     tuning, base = spec.tuning, facts.base
     before = n_epochs if tuning is None else tuning.base.get("n_epochs", 0)
-    trained = f"{in_epochs(before)} of the objective `{spec.objective}` on the architecture `{spec.architecture}`"
+    trained = (
+        f"{in_epochs(before)} of the objective {code(spec.objective)} on the architecture {code(spec.architecture)}"
+    )
     if facts.checkpoint is not None or (tuning is None and is_trained and not n_epochs):
-        source = facts.checkpoint or "by an unknown author"
+        source = markdown((facts.checkpoint or "by an unknown author").replace("`", ""))
         trained = f"Trained elsewhere ({source})" + (f", then {trained}" if before else "")
     if tuning is not None:
         lora = "" if tuning.lora is None else f", with low-rank adapters (r={tuning.lora['r']})"
-        of = "" if base is None else f" (`{base.name}`" + (f" at `{base.revision}`)" if base.revision else ")")
-        trained += f"{of}, then {in_epochs(n_epochs)} of the task `{tuning.task}`{lora}"
+        of = "" if base is None else f" ({code(base.name)}" + (f" at {code(base.revision)})" if base.revision else ")")
+        trained += f"{of}, then {in_epochs(n_epochs)} of the task {code(tuning.task)}{lora}"
     card = ModelCard.from_template(
         _card_data(spec, facts, name, is_adapter=is_adapter),
         template_path=str(_TEMPLATE),
         markdown=markdown,
+        code=code,
         title=spec.architecture if name is None else name.rpartition("/")[2],
         version=__version__,
         losses=shown({key: value for key, value in (last_figures or {}).items() if "loss" in key}, "{:.4g}"),

@@ -18,7 +18,7 @@ from scforge._checks import check_count
 from scforge._columns import labels_of, texts_of
 from scforge._registry import Registry, check_defines, check_options
 from scforge.data.cells import Cells, choose_chunks, choose_rows
-from scforge.data.paths import is_url
+from scforge.data.paths import is_url, stem_of
 from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
 from scforge.datasets.cards import get_card, list_cards
@@ -504,7 +504,7 @@ def resolve(evaluations: Sequence[Evaluation], datasets: Mapping[str, Any]) -> l
     for one in evaluations:
         title = one.title
         if titles.count(title) > 1 and one.name is None and isinstance(one.dataset, str | os.PathLike):
-            title = f"{title}_{Path(one.dataset).stem}"
+            title = f"{title}_{stem_of(os.fspath(one.dataset))}"
         if any(other.name == title for other in resolved):
             raise OptionError(f"two evaluations have the name {title!r}; set a different name for one of them.")
         resolved.append(replace(one, name=title, dataset=_find(one, datasets), **_columns(one, datasets)))

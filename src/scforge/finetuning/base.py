@@ -14,7 +14,7 @@ import torch
 from anndata import AnnData
 from torch import nn
 
-from scforge._registry import Registry, check_options, check_switches
+from scforge._registry import Registry, check_kinds, check_options
 from scforge.data.cells import CellBlock, Cells
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError, spelled, warn
@@ -389,7 +389,7 @@ def get_task(name: str, **options: Any) -> Task:
     """
     cls = TASKS.get(name)
     check_options("task option", name, options, cls.option_names())
-    check_switches(cls, options)
+    check_kinds(cls, options)
     for option in cls.needed_options():
         if options.get(option) is None:
             raise OptionError(

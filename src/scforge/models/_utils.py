@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from scforge._registry import check_options, check_switches
+from scforge._registry import check_kinds, check_options
 from scforge.errors import OptionError
 from scforge.models.registry import own_names
 
@@ -198,7 +198,7 @@ class Architecture(nn.Module):
         common = set(type(config).model_fields)
         options = {name: value for name, value in given.items() if name in parameters or name not in common}
         check_options("option", cls.__name__, options, list(parameters))
-        check_switches(cls, options)
+        check_kinds(cls, options)
         needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
         shared = {name: getattr(config, name) for name in needed - set(options)}
         return cls(vocab_size=config.vocab_size, **shared, **options)

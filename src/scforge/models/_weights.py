@@ -30,7 +30,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
     try:
         return load_file(path)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: torch cannot open the file, or map it
         what = f"is corrupted or is not a safetensors file ({first_line(error)})"
         raise ModelFileError(
             f"{str(path)!r} {what}; copy the file again, or convert it with scforge convert-checkpoint."

@@ -15,7 +15,7 @@ from scipy import sparse
 
 from scforge._checks import check_bool, check_count
 from scforge._constants import CLS_TOKEN, EOS_TOKEN
-from scforge._registry import Registry, check_options, check_switches
+from scforge._registry import Registry, check_kinds, check_options
 from scforge.data.cells import CellBlock
 from scforge.data.checks import row_sums, sound_csr, value_problem
 from scforge.data.genes import GeneMap, how_to_convert
@@ -566,5 +566,5 @@ def get_tokenizer(name: str, vocab: GeneVocab, **options: Any) -> Tokenizer:
     """
     cls = TOKENIZERS.get(name)
     check_options("tokenizer option", name, options, cls.option_names())
-    check_switches(cls, options)
+    check_kinds(cls, options)
     return cls(vocab, **options)

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from scforge._constants import EVALUATION_FILE
@@ -16,7 +16,7 @@ from scforge._lazy import process_rank
 from scforge.config.aliases import ALIASES
 from scforge.config.load import load_config
 from scforge.config.schema import Config, FinetuneConfig
-from scforge.data.paths import check_exists, is_url
+from scforge.data.paths import check_exists, is_url, stem_of
 from scforge.errors import ConfigError, OptionError, ScforgeError
 from scforge.training.run_folder import CONFIG_FILE, RunFolder, check_state
 
@@ -106,7 +106,7 @@ def check_places(config: Config, *, replaces: bool = False) -> None:
     files |= {f"eval.datasets.{name}": path for name, path in config.eval.datasets.items()}
     for option, path in files.items():
         with placed(config, option):
-            check_exists(path)
+            check_exists(path, data.storage_options)
 
 
 def _check_embedding(config: Config, *, replaces: bool) -> None:
@@ -218,8 +218,8 @@ def finetuning_config(
     config = load_config(path, overrides, flags=flags)
     section = finetune_section(config)
     if config.output.checkpoint_dir is None:
-        first = (config.data.paths or ["census"])[0].rstrip("/")
-        config.output.checkpoint_dir = f"{PurePath(first).stem}_{section.task}"
+        first = (config.data.paths or ["census"])[0]
+        config.output.checkpoint_dir = f"{stem_of(first)}_{section.task}"
     return config
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from scforge._registry import Registry, check_options, check_switches
+from scforge._registry import Registry, check_kinds, check_options
 from scforge.data.cells import CellBlock, Cells, CellSource
 from scforge.errors import OptionError, TrainingError
 from scforge.models.protocol import ModelOutput
@@ -279,5 +279,5 @@ def get_objective(name: str, **options: Any) -> Objective:
     """
     cls = OBJECTIVES.get(name)
     check_options("objective option", name, options, cls.option_names())
-    check_switches(cls, options)
+    check_kinds(cls, options)
     return cls(**options)
