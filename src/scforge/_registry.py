@@ -203,9 +203,9 @@ def check_kinds(owner: Callable[..., Any], options: Mapping[str, Any]) -> None:
         value, kind = options[name], parameter.annotation
         if isinstance(parameter.default, bool) and not isinstance(value, bool):
             raise OptionError(f"{name}={value!r} must be True or False.")
-        may_be_none = kind in ("str | None", str | None)
-        if (may_be_none or kind in ("str", str)) and not isinstance(value, str) and not (may_be_none and value is None):
-            raise OptionError(f"{name}={value!r} must be text{' or None' if may_be_none else ''}.")
+        # What None means, the owner knows.
+        if kind in ("str", "str | None", str, str | None) and not isinstance(value, str | None):
+            raise OptionError(f"{name}={value!r} must be text.")
 
 
 def _package_of(point: EntryPoint) -> str:
