@@ -77,9 +77,12 @@ def check_regular(path: str | os.PathLike[str], error: type[ScforgeError] = Data
 def check_folder_files(folder: str | os.PathLike[str]) -> None:
     """Raise a DataError if a folder contains, at any depth, a pipe, a socket, a device, or a link that leads out of it.
 
-    Otherwise a store of somebody else would put any file of this machine into the cells that are read from it.
+    Otherwise a store of somebody else would put any file of this machine into the cells that are read from it. In the
+    cache of the Hugging Face Hub, the files of a snapshot are links to the blobs next to it.
     """
     root = os.path.realpath(folder)
+    snapshot = next((place for place in Path(root).parents if place.name == "snapshots"), None)
+    allowed = {root} | ({str(snapshot.with_name("blobs"))} if snapshot is not None else set())
     pending = [os.fspath(folder)]
     while pending:
         with os.scandir(pending.pop()) as entries:
@@ -87,7 +90,8 @@ def check_folder_files(folder: str | os.PathLike[str]) -> None:
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(entry.path)
                 elif not entry.is_file(follow_symlinks=False):
-                    if os.path.commonpath([root, os.path.realpath(entry.path)]) != root:
+                    target = os.path.realpath(entry.path)
+                    if not any(os.path.commonpath([place, target]) == place for place in allowed):
                         raise DataError(
                             f"{entry.path!r} is a link out of its folder, which scforge does not follow; if you trust "
                             "the data, copy the folder with cp -rL and open the copy."

@@ -541,6 +541,17 @@ def test_links_out_of_a_zarr_folder(kind: str, linked: str, adata: ad.AnnData, t
         convert(folder, tmp_path / "out.zarr")
 
 
+def test_a_store_in_the_cache_of_the_hub(adata: ad.AnnData, tmp_path: Path) -> None:
+    """Each of its files is a link."""
+    repository = tmp_path / "datasets--org--name"
+    (repository / "blobs").mkdir(parents=True)
+    adata.write_zarr(store := repository / "snapshots" / "0123" / "cells.zarr")
+    for number, file in enumerate([part for part in store.rglob("*") if part.is_file()]):
+        file.rename(blob := repository / "blobs" / str(number))
+        file.symlink_to(blob)
+    assert len(open_cells(store)) == len(adata)
+
+
 class deadline:
     """Fail if the block takes longer, by ending the process, as a pipe that is being opened cannot be interrupted."""
 
