@@ -1,6 +1,7 @@
 """Columns of obs become text by one rule, whatever their type and whoever reads them."""
 
 import datetime
+import enum
 from decimal import Decimal
 from fractions import Fraction
 
@@ -255,3 +256,14 @@ def test_negative_integers_are_groups_and_not_missing():
     assert len(train) + len(validation) == 6
     with pytest.raises(DataError, match="is missing for 2 of 6 cells"):  # codes of a categorical
         split_cells(6, 0.4, seed=0, groups=groups.to_numpy())
+
+
+def test_enumerations_are_their_text():
+    class Lane(enum.StrEnum):
+        A = "x"
+
+    class Old(str, enum.Enum):  # noqa: UP042 -- its str() differs
+        A = "x"
+
+    for kind in (Lane, Old):
+        assert text_of(kind.A) == "x"

@@ -40,7 +40,7 @@ def text_of(value: Any) -> str | None:
         If the value is neither text, a number, a date, a time span nor an interval.
     """
     if isinstance(value, str):
-        return str(value)
+        return str.__str__(value)  # that of an enumeration has the name of its class
     if value is None or value is pd.NA or value is pd.NaT:
         return None
     if isinstance(value, bool | np.bool_):

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from scipy import sparse
 
-from scforge.data import GeneVocab
+from scforge.data import GeneVocab, convert
 from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeError, ScforgeWarning
 from scforge.estimators import Encoder, ScDiVa
 from scforge.tokenizers import get_tokenizer
@@ -222,3 +222,34 @@ def test_options_of_an_embedding(model: Encoder) -> None:
         ({"adata": pd.DataFrame()}, OptionError, "adata is of type 'DataFrame'"),
     ):
         fails(lambda options=options: model.get_latent_representation(**options), error, message)
+
+
+def test_columns_of_another_byte_order_and_huge_counts(tiny_adata, tmp_path, quick) -> None:
+    """Any column may be of another byte order; a count beyond the integers is read from a file as from memory."""
+    adata = tiny_adata.copy()
+    adata.obs["foreign"] = np.arange(adata.n_obs).astype(">f8")
+    adata.obs["lane"] = np.arange(adata.n_obs).astype(">i4") % 2
+    Encoder.setup_anndata(adata, batch_key="lane")
+    model = Encoder(adata, hidden_dim=8)
+    model.train(**quick)
+    huge = tiny_adata.copy()
+    huge.X = sparse.csr_matrix(huge.X).astype(np.float32)
+    huge.X.data[0] = 1e30
+    huge.write_h5ad(tmp_path / "huge.h5ad")
+    np.testing.assert_allclose(
+        model.get_latent_representation(tmp_path / "huge.h5ad"),
+        model.get_latent_representation(huge, key_added=None),
+        atol=1e-5,
+    )
+
+
+def test_lists_and_stores_get_advice(tiny_adata, tmp_path) -> None:
+    adata = tiny_adata.copy()
+    Encoder.setup_anndata(adata)
+    model = Encoder(adata, hidden_dim=8)
+    model.is_trained_ = True
+    with pytest.raises(OptionError, match=r"open several files with scforge\.data\.open_cells\(\[\.\.\.\]\)"):
+        model.get_latent_representation(["a.h5ad", "b.h5ad"])
+    convert(adata, tmp_path / "a.zarr", progress=False)
+    with pytest.raises(DataError, match=r"a\.zarr' is a store already"):
+        convert(tmp_path / "a.zarr", tmp_path / "b.zarr", progress=False)

@@ -64,8 +64,7 @@ def test_transferred_labels_are_aligned_by_name(base: Encoder, cells: ad.AnnData
     assert list(tables[1].index) != list(cells.obs_names)
     by_name = (tables[0]["label"] == tables[1]["label"].loc[cells.obs_names]).mean()
     by_place = (tables[0]["label"].to_numpy() == tables[1]["label"].to_numpy()).mean()
-    # The query is mapped as a whole, which depends on the order of the cells a little.
-    assert by_name > 0.95, (by_name, by_place)
+    assert by_name == 1, (by_name, by_place)
     assert by_place < 0.8
 
 

@@ -9,8 +9,16 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
-from scforge.errors import GeneMismatchError, MissingFileError, ModelFileError, OptionError, ScforgeWarning
+from scforge.errors import (
+    GeneMismatchError,
+    MissingFileError,
+    ModelFileError,
+    OptionError,
+    ScforgeWarning,
+    TrainingError,
+)
 from scforge.estimators import Encoder
 
 FILES = ["README.md", "config.json", "model.safetensors", "vocab.json"]
@@ -226,3 +234,13 @@ def test_a_model_is_not_pickled_but_copied(model):
     assert deep.module is not model.module
     expected = model.get_latent_representation(key_added=None)
     np.testing.assert_array_equal(deep.get_latent_representation(key_added=None), expected)
+
+
+def test_a_model_with_nan_weights_replaces_nothing(model: Encoder, folder: Path) -> None:
+    before = bytes_of(folder)
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        next(broken.module.parameters()).view(-1)[-1] = float("nan")
+    with pytest.raises(TrainingError, match="NaN or infinite weights in .* and is not saved"):
+        broken.save(folder, overwrite=True)
+    assert bytes_of(folder) == before

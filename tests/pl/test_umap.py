@@ -122,3 +122,20 @@ def test_mistakes(embedded: ad.AnnData) -> None:
     with pytest.raises(DataError, match=r"obsm_keys='X_on' is not in adata.obsm; did you mean 'X_one'\?"):
         embeddings(embedded, ["X_on"], color="group")
     assert not plt.get_fignums()
+
+
+def test_entries_that_matplotlib_hides_and_long_names(embedded) -> None:
+    names = ["_hidden", "x" * 300, "b"]
+    embedded.obs["odd"] = [names[i % 3] for i in range(embedded.n_obs)]
+    (ax,) = embeddings(embedded, "X_one", color="odd")
+    found = [entry.get_text() for entry in ax.get_legend().get_texts()]
+    assert [name.lstrip("\u200b")[:5] for name in sorted(found)] == ["b", "xxxxx", "_hidd"]
+    assert max(map(len, found)) == 60
+
+
+def test_more_values_than_a_legend_can_show(embedded, monkeypatch) -> None:
+    monkeypatch.setattr("scforge.pl.umap._MOST_ENTRIES", 20)
+    embedded.obs["many"] = [f"type {i}" for i in range(embedded.n_obs)]
+    (ax,) = embeddings(embedded, "X_one", color="many")
+    assert ax.get_legend() is None
+    assert ax.get_title() == f"X_one, many: {embedded.n_obs} values"

@@ -194,6 +194,8 @@ def check_is_adata(adata: Any, *, argument: str = "adata") -> None:
     if not isinstance(adata, anndata.AnnData):
         kind = type(adata).__name__
         hint = "read it with anndata.read_h5ad first" if isinstance(adata, str) else "pass an anndata.AnnData"
+        if isinstance(adata, list | tuple):
+            hint = "open several files with scforge.data.open_cells([...]), or read them with scforge.data.read_h5ad"
         if kind == "MuData":
             hint = "call setup_mudata, or pass one of its modalities, mdata.mod[...]"
         raise OptionError(f"{argument} is of type {kind!r}; {hint}.")

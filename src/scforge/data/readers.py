@@ -733,6 +733,10 @@ class StoredAdata:
         else:
             opened = cls(path, file)
         tables = [opened.file.get(name) for name in ("obs", "var")]
+        if "scforge" in opened.file.attrs:
+            raise DataError(
+                f"{path!r} is a store already; open it with open_cells, or convert the files it was made of."
+            )
         if not all(table is not None and not is_array(table) and "_index" in table.attrs for table in tables):
             raise DataError(
                 f"{path!r} has no obs and var tables in the current anndata format; write the file again with anndata."
@@ -847,7 +851,10 @@ class AdataStream:
 
     @cached_property
     def _obs(self) -> pd.DataFrame:
-        return self.adata.obs if self._shared is None else self.adata.obs.join(self._shared)
+        obs = self.adata.obs if self._shared is None else self.adata.obs.join(self._shared)
+        # Pandas cannot take rows of columns with the byte order of another machine.
+        foreign = [key for key, kind in obs.dtypes.items() if isinstance(kind, np.dtype) and not kind.isnative]
+        return obs.astype({key: obs[key].dtype.newbyteorder("=") for key in foreign}) if foreign else obs
 
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """Return the cell table, or some of its columns."""

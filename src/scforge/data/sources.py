@@ -93,7 +93,9 @@ def _in_memory(
             for _, chunk in stream.chunks():
                 sums.append(row_sums(chunk))
                 mapped = gene_map.apply(chunk)
-                pieces.append(mapped.astype(np.min_scalar_type(int(mapped.data.max(initial=0)))))
+                largest = mapped.data.max(initial=0)
+                fits = largest <= np.iinfo(np.uint64).max
+                pieces.append(mapped.astype(np.min_scalar_type(int(largest))) if fits else mapped)
         counts, totals = sparse.vstack(pieces, format="csr"), np.concatenate(sums)
     # A gene counts as measured if any source has it.
     of_sources = np.stack([gene_map.measured for gene_map in maps])

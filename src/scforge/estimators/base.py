@@ -41,7 +41,16 @@ from scforge.data.readers import check_modality, is_collection
 from scforge.data.sources import open_cells
 from scforge.data.store import StoreCells
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, ModelFileError, NotTrainedWarning, OptionError, first_line, suggest, warn
+from scforge.errors import (
+    DataError,
+    ModelFileError,
+    NotTrainedWarning,
+    OptionError,
+    TrainingError,
+    first_line,
+    suggest,
+    warn,
+)
 from scforge.estimators.card import CardFacts, Origin, in_epochs, model_card, shown
 from scforge.estimators.serialize import BASE, LABELED, LANDMARKS, load_weights, part_of, write_folder
 from scforge.estimators.setup import (
@@ -646,9 +655,16 @@ class CellModel(BaseModelClass, metaclass=_Front):
         card: str | None = None,
     ) -> None:
         """Write a model folder. If None, uses the weights of the module and a generated card."""
+        weights = self._tensors() if weights is None else weights
+        for name, _ in self.module.named_parameters():
+            if name in weights and not weights[name].isfinite().all():  # loading would refuse it
+                raise TrainingError(
+                    f"the model has NaN or infinite weights in {name!r} and is not saved; train it again with a lower "
+                    "lr, or load an earlier checkpoint."
+                )
         write_folder(
             dir_path,
-            self._tensors() if weights is None else weights,
+            weights,
             vocab=self._spec.vocab,
             content=self._content(),
             seen=self._seen,

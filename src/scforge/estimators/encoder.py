@@ -1089,6 +1089,7 @@ class Encoder(CellModel):
     def _mapping_of(self, query: Cells, rows: np.ndarray | None = None) -> QueryMapping:
         """Fit the mapping of query cells (in `rows`) onto the training cells."""
         some = query.sample(_MOST_OF_QUERY, rows=rows, seed=self.seed)
+        some = some.take(some.content_order())  # clusters depend on the order
         reference = cast("torch.Tensor", self._landmarks).numpy()
         n_clusters = n_query_clusters(len(query) if rows is None else len(rows))
         mapping = QueryMapping(reference.shape[1], n_clusters, len(self.vocab)).to(self.device)

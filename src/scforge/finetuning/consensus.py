@@ -133,10 +133,13 @@ def consensus(
     heads: _Heads | None = None
     logs = {name: np.empty((n_query, n_classes)) for name in views}
     for rows in map(np.sort, groups):
+        part = cells.sample(len(rows), rows=rows)
+        order = part.content_order()  # Harmony depends on the order
+        part, rows = part.take(order), rows[order]
         # Features of reference and query cells.
         features: dict[str, tuple[Any, Any]] = {"embedding": (reference.embeddings, embeddings[rows])}
         if len(views) > 1:
-            features["genes"] = values, _values(cells.sample(len(rows), rows=rows), genes)
+            features["genes"] = values, _values(part, genes)
             both = sparse.vstack(features["genes"]).tocsr()
             in_batches = np.concatenate([reference.batches, [f"query:{batch}" for batch in batches[rows]]])
             corrected = harmony_correct(components_of(both)[0], in_batches, seed=seed)

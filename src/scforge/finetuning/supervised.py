@@ -112,7 +112,7 @@ class SupervisedTask(Task):
         if lacking := int((~self.has_target(self._targets[train_rows])).sum()):
             raise DataError(
                 f"{self.argument} is missing or unknown for {lacking} of {len(train_rows)} training cells; fill in the "
-                "values or drop these cells."
+                "values. If labels were corrected after fine-tuning, fine-tune the base model again."
             )
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:

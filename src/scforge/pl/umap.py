@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _MOST_NUMBERS = 20
 """Maximum number of different whole numbers, e.g. of clusters, that are plotted as categories."""
+_MOST_ENTRIES, _LONGEST = 60, 60
+"""Maximum number of entries of a legend, and maximum length of an entry."""
 _FEWEST = 5
 """Minimum number of cells for a UMAP."""
 _AREA = 40_000
@@ -88,13 +90,15 @@ def embeddings(
             ax=ax,
             show=False,
             size=float(np.clip(_AREA / adata.n_obs, 20, 200)),
-            legend_loc="right margin" if key == last else None,
+            legend_loc="right margin" if key == last and _n_categories(work.obs[column]) <= _MOST_ENTRIES else None,
             colorbar_loc="right" if key == last else None,
             na_in_legend=True,
         )
         literal(ax)
         if adata.n_obs < _FEWEST:
             ax.set(xlabel="PC1", ylabel="PC2")
+        if _n_categories(work.obs[column]) > _MOST_ENTRIES:
+            ax.set_title(f"{titles[key]}, {column}: {_n_categories(work.obs[column])} values")
         if key == last and work.obs[column].dtype.kind == "f":  # a legend has a title in its entries, a bar has none
             ax.figure.axes[-1].set_ylabel(column)
     return axes
@@ -112,7 +116,16 @@ def _colored(adata: AnnData, color: str) -> pd.Series:
         known = numbers[np.isfinite(numbers)]
         if (known % 1 != 0).any() or len(np.unique(known)) > _MOST_NUMBERS:
             return pd.Series(numbers, index=adata.obs_names)
-    return values.astype("category").cat.remove_unused_categories()
+    found = values.astype("category").cat.remove_unused_categories()
+    names = [str(name) for name in found.cat.categories]
+    # Matplotlib hides entries that begin with an underscore.
+    short = [name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…" for name in names]
+    short = short if len(set(short)) == len(short) else names
+    return found.cat.rename_categories([f"\u200b{name}" if name.startswith("_") else name for name in short])
+
+
+def _n_categories(values: pd.Series) -> int:
+    return len(values.cat.categories) if isinstance(values.dtype, pd.CategoricalDtype) else 0
 
 
 def _places(embedding: np.ndarray, n_neighbors: int, seed: int) -> np.ndarray:
