@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _LINES = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029]+")
 _ENTITY = re.compile(r"&(?=#?\w+;)")
-_MARKS = re.compile(r"[\\`*\[\]~$]|(?<!\w)_+|_+(?!\w)")  # an underscore inside a word is none
+_MARKS = re.compile(r"[\\`*\[\]~$]|(?<!\w)_+|_+(?!\w)")  # an underscore inside a word marks nothing
 _START = re.compile(r"^(\s*\d*)((?<!\d)#+(?!\S)|(?<!\d)>|(?<!\d)[-+=](?!\w|\.\d)|(?<=\d)[.)](?!\S))")
 _NAME = re.compile(r"[\w.:/@+-]+")
 _FORMULA = tuple("=+-@\t\r")
