@@ -2,6 +2,7 @@ import errno
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -269,6 +270,7 @@ def test_a_new_report_is_there_as_a_whole(tmp_path: Path, monkeypatch: pytest.Mo
 
     for name in ("rename", "replace"):
         monkeypatch.setattr(Path, name, seeing(getattr(Path, name)))
+    monkeypatch.setattr(os, "link", seeing(os.link))
     report().write(tmp_path / "report")
     assert seen == [False] * 9 + [True]
     assert len(list((tmp_path / "report").iterdir())) == 4

@@ -17,7 +17,7 @@ from scforge.models import Encoder
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw:DeprecationWarning")
 
 MODEL = {
-    "config.json": b'{"scforge_version": "1"}',
+    "config.json": b'{"scforge_version": "1", "sha256": {}}',
     "vocab.json": b"{}",
     "model.safetensors": b"weights",
     "README.md": b"---\ntags: []\n---\n",
