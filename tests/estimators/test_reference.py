@@ -248,6 +248,7 @@ def test_adapters_take_the_query_out_of_the_space_of_the_reference(which, usual,
     table = loaded.transfer_labels(labels_key="kind", reference=model)
     pd.testing.assert_frame_equal(table, mapped.transfer_labels())
     space = mapped.get_latent_representation(model.adata, key_added=None)
+    table = loaded.transfer_labels(labels_key="kind", reference=model, method="knn")
     same_votes(table, space, learned, model.adata.obs["kind"], 50)
     with pytest.warns(ScforgeWarning, match=LEFT):
         loaded.train(max_epochs=1, batch_size=40, **QUIET)

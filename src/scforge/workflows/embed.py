@@ -265,7 +265,7 @@ class EmbeddingFiles:
                 return
             parts = (self._read(block, plan) for block in range(n_blocks))
             # Random, so that nothing of others lies there.
-            result = self.folder / f"result.{secrets.token_hex(8)}{self.output.suffix}"
+            result = self.folder / f"result.{secrets.token_hex(8)}{'.zarr' if self._is_zarr else '.h5ad'}"
             _write(result, make(), parts, plan, copy)
             self.mark()  # raises if others have written there meanwhile
             try:
