@@ -40,7 +40,7 @@ from scforge.data.checks import (
     row_sums,
     value_problem,
 )
-from scforge.data.paths import check_file, check_url, is_url
+from scforge.data.paths import STORE_KEY, check_file, check_url, is_url
 from scforge.errors import (
     SECRET,
     DataError,
@@ -733,7 +733,7 @@ class StoredAdata:
         else:
             opened = cls(path, file)
         tables = [opened.file.get(name) for name in ("obs", "var")]
-        if "scforge" in opened.file.attrs:
+        if STORE_KEY in opened.file.attrs:
             raise DataError(
                 f"{path!r} is a store already; open it with open_cells, or convert the files it was made of."
             )

@@ -1130,7 +1130,7 @@ class Encoder(CellModel):
         This model embeds both reference and query. By default, three logistic regressions then vote on the label: on
         the embedding, on principal components of reference and query after batch correction with Harmony, and on the
         expression of variable genes. Their errors differ, so the consensus is more accurate than each of them
-        (``benchmarks/annotation.py``). Each label has the same weight in training, so small cell types are not lost.
+        (``benchmarks/label_transfer.py``). Each label has the same weight in training, so small types are not lost.
         Regularization, weights and the temperature of the probabilities are chosen on reference batches that are held
         out, or on random folds if there is a single batch. At most 20,000 reference cells are used.
 

@@ -97,7 +97,7 @@ def consensus(
 
     The views are the embedding, principal components of reference and query that Harmony [1]_ corrects for batches, and
     the log1p CP10K values of variable genes that both measure. Their errors differ, so their geometric mean is more
-    accurate than each of them (``benchmarks/annotation.py``). All classes have the same weight in training. The
+    accurate than each of them (``benchmarks/label_transfer.py``). All classes have the same weight in training. The
     regularization, the weights of the views and the temperature are chosen on held-out reference batches, or on random
     folds if there is a single batch. The weights are then moved halfway to equal weights, because the encoder has been
     trained on the batches that are held out.
@@ -133,17 +133,18 @@ def consensus(
     heads: _Heads | None = None
     logs = {name: np.empty((n_query, n_classes)) for name in views}
     for rows in map(np.sort, groups):
-        part = cells.sample(len(rows), rows=rows)
-        order = part.content_order()  # Harmony depends on the order
-        part, rows = part.take(order), rows[order]
         # Features of reference and query cells.
-        features: dict[str, tuple[Any, Any]] = {"embedding": (reference.embeddings, embeddings[rows])}
+        features: dict[str, tuple[Any, Any]] = {}
         if len(views) > 1:
+            part = cells.sample(len(rows), rows=rows)
+            order = part.content_order()  # Harmony depends on the order
+            part, rows = part.take(order), rows[order]
             features["genes"] = values, _values(part, genes)
             both = sparse.vstack(features["genes"]).tocsr()
             in_batches = np.concatenate([reference.batches, [f"query:{batch}" for batch in batches[rows]]])
             corrected = harmony_correct(components_of(both)[0], in_batches, seed=seed)
             features["harmony"] = corrected[: len(classes)], corrected[len(classes) :]
+        features["embedding"] = reference.embeddings, embeddings[rows]
         if heads is None:
             learned = {name: features[name][0] for name in views}
             heads = _Heads.chosen(learned, classes, n_classes, reference.batches, seed)

@@ -83,6 +83,7 @@ def embeddings(
     last = list(titles)[-1]
     for ax, (column, key) in zip(axes, panels, strict=True):
         work.obsm["X_umap"] = adata.obsm[f"{key}_umap"]
+        n_values = _n_categories(work.obs[column])
         sc.pl.umap(
             work,
             color=column,
@@ -90,15 +91,15 @@ def embeddings(
             ax=ax,
             show=False,
             size=float(np.clip(_AREA / adata.n_obs, 20, 200)),
-            legend_loc="right margin" if key == last and _n_categories(work.obs[column]) <= _MOST_ENTRIES else None,
+            legend_loc="right margin" if key == last and n_values <= _MOST_ENTRIES else None,
             colorbar_loc="right" if key == last else None,
             na_in_legend=True,
         )
         literal(ax)
         if adata.n_obs < _FEWEST:
             ax.set(xlabel="PC1", ylabel="PC2")
-        if _n_categories(work.obs[column]) > _MOST_ENTRIES:
-            ax.set_title(f"{titles[key]}, {column}: {_n_categories(work.obs[column])} values")
+        if n_values > _MOST_ENTRIES:
+            ax.set_title(f"{titles[key]}, {column}: {n_values} values")
         if key == last and work.obs[column].dtype.kind == "f":  # a legend has a title in its entries, a bar has none
             ax.figure.axes[-1].set_ylabel(column)
     return axes
