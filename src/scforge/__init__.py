@@ -35,6 +35,7 @@ _NAMES = {
 
 __all__ = [
     "__version__",
+    "annotate",
     "config",
     "data",
     "datasets",
@@ -54,4 +55,6 @@ __all__ = [
     "workflows",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, {**_NAMES, "__version__": "scforge._version"})
+__getattr__, __dir__ = lazy_names(
+    __name__, {**_NAMES, "__version__": "scforge._version", "annotate": "scforge.estimators.annotation"}
+)

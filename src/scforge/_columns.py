@@ -16,11 +16,11 @@ import pandas as pd
 
 from scforge.errors import DataError, listing, warn
 
-UNASSIGNED, HETEROGENEOUS = "unassigned", "Heterogeneous"
-"""Labels that the package itself writes for cells without one: by a threshold, and by majority voting."""
+UNASSIGNED, HETEROGENEOUS, UNKNOWN = "unassigned", "Heterogeneous", "unknown"
+"""Labels that the package itself writes for cells without one: by a threshold, majority voting, and unlike any type."""
 
 _NO_LABEL = frozenset(
-    ["", "nan", "<na>", "na", "n/a", "n.a.", "nat", "none", "null", "unknown", "unlabeled", "not labeled"]
+    ["", "nan", "<na>", "na", "n/a", "n.a.", "nat", "none", "null", UNKNOWN, "unlabeled", "not labeled"]
     + ["unannotated", "not annotated", "unclassified", "undefined", "undetermined", "not assigned"]
     + ["not available", "missing", UNASSIGNED, HETEROGENEOUS.casefold()]
 )

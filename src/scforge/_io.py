@@ -268,7 +268,7 @@ _OWN |= {"training/state.json", "training/state.safetensors"}
 """Files that belong to scforge in each folder with a description by scforge."""
 
 _DATA = "adata.h5ad"
-_LISTED = {_DATA, "weights.safetensors", "model.onnx", "model.pt2"}
+_LISTED = {_DATA, "reference.safetensors", "weights.safetensors", "model.onnx", "model.pt2"}
 _LISTED |= {"token_dictionary.pkl", "gene_median_dictionary.pkl", "ensembl_mapping_dict.pkl"}
 """Files that belong to scforge if a description lists them with a checksum; otherwise they are a user's."""
 

@@ -150,6 +150,29 @@ def _predict(
         _say(f"Predicted {done}: {output}")
 
 
+def _annotate(source: str, reference: str, output: str, *, quiet: bool = False, **options: Any) -> None:
+    from scforge.data.paths import check_exists
+    from scforge.workflows.models import check_local_model
+    from scforge.workflows.outputs import output_file
+
+    check_exists(source)
+    overwrite, inputs = options.get("overwrite", False), [source, reference]
+    output_file(output, [".csv", ".h5ad"], overwrite=overwrite, inputs=inputs)
+    if "plot" in options:
+        output_file(options["plot"], [".png"], overwrite=overwrite, inputs=inputs)
+    if reference.endswith(".h5ad"):
+        check_exists(reference)
+    else:
+        check_local_model(reference, f"reference={reference!r} (--reference)")
+    with announced_loading():
+        from scforge.workflows.annotate import annotate_to
+
+    report = annotate_to(source, reference, output, progress_bar=not quiet, **options)
+    if not quiet:
+        _say(report, end="")
+        _say(f"Written: {output}" + (f", {options['plot']}" if "plot" in options else ""))
+
+
 def _evaluate(
     model: list[str],
     *,
@@ -505,6 +528,32 @@ def _add_predict(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_predict)
 
 
+def _add_annotate(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    place = "labeled cells (h5ad), or a model: folder, hf://org/name or scforge://name, e.g. scforge://human-blood"
+    add("source", metavar="FILE", help="h5ad file with raw counts")
+    add("--reference", required=True, metavar="PLACE", help=place)
+    add("-o", "--output", required=True, metavar="FILE", help="out.h5ad (the cells) or out.csv")
+    add("--labels-key", metavar="COLUMN", help="column of obs of the reference with the labels (cell_type)")
+    add("--batch-key", metavar="COLUMN", help="column of obs of the reference with batches, e.g. donors")
+    add(
+        "--query-batch-key",
+        metavar="COLUMN",
+        help="column of obs of FILE with batches (default: that of the reference)",
+    )
+    add("--unknown", type=float, metavar="RATE", help='error rate for the label "unknown", e.g. 0.05 (default: none)')
+    add("--min-probability", type=float, metavar="P", help='less certain cells become "unassigned"')
+    add("--broader", metavar="COLUMN", help="column of the reference with broader labels, for less certain cells")
+    add("--plot", metavar="FILE", help="also write a picture, e.g. umap.png")
+    add("--layer", metavar="LAYER", help="layer with raw counts (default: X)")
+    add("--gene-key", **_GENE_KEY)
+    add("--key-added", metavar="NAME", help="column of obs to write")
+    add("--seed", type=int, metavar="N", help="seed of training (0)")
+    add("--overwrite", action="store_true", help="replace the output")
+    add("--quiet", action="store_true", help="no progress bar and no report")
+    command.set_defaults(run=_annotate)
+
+
 def _add_evaluate(command: argparse.ArgumentParser) -> None:
     add, switch = command.add_argument, argparse.BooleanOptionalAction
     place = "folder, hf://org/name or scforge://name; repeat to compare several models"
@@ -558,6 +607,7 @@ def _add_push(command: argparse.ArgumentParser) -> None:
     add("--citation", metavar="TEXT", help="for the card: how to cite the model")
     add("--metrics", metavar="FILE", help="for the card: out.csv of scforge evaluate, with baselines")
     add("--base", metavar="NAME", help="of adapters: org/name of their base model")
+    add("--reference", action="store_true", help="also push the counts of labeled cells (reference.safetensors)")
     command.set_defaults(run=_push, prints_result=True)
 
 
@@ -645,6 +695,7 @@ _COMMANDS = {
     "convert-checkpoint": (_add_convert_checkpoint, "import a checkpoint of another package"),
     "embed": (_add_embed, "embed cells with a trained model; resumable"),
     "finetune": (_add_finetune, "train a copy of a model for a task, e.g. annotation"),
+    "annotate": (_add_annotate, "label cells by labeled reference cells, or by a model that was trained on them"),
     "predict": (_add_predict, "predict with a fine-tuned model"),
     "evaluate": (_add_evaluate, "score a model's embedding, or the predictions of a fine-tuned one, with baselines"),
     "push": (_add_push, "upload a model to the hub"),

@@ -185,6 +185,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
     _seen: HeldOutRegistry | None = None
     _landmarks: torch.Tensor | None = None
     """Embeddings of sampled training cells, shape (S, D), onto which queries are mapped."""
+    _reference: CellSource | None = None
+    """Labeled training cells that were saved with the model."""
     _labeled: LabeledCells | None = None
     """Training cells of a fine-tuned classifier, in the embedding of its base model if that maps queries."""
     trainer = _Absent("use model.history for the training metrics, and callbacks=[...] to access Lightning's Trainer")
@@ -650,6 +652,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         *,
         overwrite: bool = True,
         adata: AnnData | None = None,
+        reference: CellSource | None = None,
         extra: Any = None,
         weights: dict[str, torch.Tensor] | None = None,
         card: str | None = None,
@@ -668,9 +671,10 @@ class CellModel(BaseModelClass, metaclass=_Front):
             vocab=self._spec.vocab,
             content=self._content(),
             seen=self._seen,
-            card=self._card() if card is None else card,
+            card=self._card(reference=reference) if card is None else card,
             overwrite=overwrite,
             adata=adata,
+            reference=reference,
             extra=extra,
         )
 
@@ -742,7 +746,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
             **({"card": facts} if facts else {}),
         }
 
-    def _card(self, *, name: str | None = None, is_adapter: bool = False) -> str:
+    def _card(self, *, name: str | None = None, is_adapter: bool = False, reference: CellSource | None = None) -> str:
         """Return the text of ``README.md``.
 
         Parameters
@@ -751,6 +755,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
             Name to load the model by. If None, the card refers to its own folder.
         is_adapter
             Whether the folder contains only adapters.
+        reference
+            Labeled cells in the folder.
         """
         last = {key: frame[key].iloc[-1] for key, frame in self.history_.items() if len(frame)}
         return model_card(
@@ -762,6 +768,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
             facts=self._card_facts(),
             name=name,
             is_adapter=is_adapter,
+            reference=reference,
         )
 
     @classmethod

@@ -20,6 +20,7 @@ from scforge.estimators.spec import ModelSpec
 if TYPE_CHECKING:
     import pandas as pd
 
+    from scforge.data.cells import CellSource
     from scforge.eval.report import Report
     from scforge.foreign.base import Foreign
 
@@ -255,6 +256,7 @@ def model_card(
     facts: CardFacts | None = None,
     name: str | None = None,
     is_adapter: bool = False,
+    reference: CellSource | None = None,
 ) -> str:
     """Return the text of ``README.md`` in a model folder, i.e. front matter for hubs and text for readers.
 
@@ -274,6 +276,8 @@ def model_card(
         Name by which others load the model. If None, the card refers to its own folder.
     is_adapter
         Whether the folder contains only adapters.
+    reference
+        Labeled cells in the folder.
     """
     from huggingface_hub import ModelCard
 
@@ -306,6 +310,7 @@ def model_card(
         trained=trained,
         is_adapter=is_adapter,
         is_trained=is_trained,
+        reference=reference,
     )
     return marked(f"{card.content}\n")
 

@@ -20,16 +20,16 @@ from scipy import sparse
 from sklearn.neighbors import KNeighborsClassifier
 
 from scforge._checks import check_count, check_key, check_known, check_seed, check_share
-from scforge._columns import UNASSIGNED, labels_of, texts_of
+from scforge._columns import labels_of, texts_of
 from scforge._constants import AUTO_KEY, QUERY_KEY, UNS_KEY
 from scforge._io import read_settled
 from scforge._progress import announce
 from scforge._registry import check_options
 from scforge._text import printable
-from scforge.data.cells import Cells, cell_names, column_of, named_column
+from scforge.data.cells import Cells, CellSource, cell_names, column_of, named_column
 from scforge.data.neighbors import n_query_clusters
 from scforge.data.vocab import FROM_DATA, GeneVocab, listed_names
-from scforge.errors import DataError, NotTrainedWarning, OptionError, first_line, warn
+from scforge.errors import DataError, NotTrainedWarning, OptionError, ScforgeError, first_line, warn
 from scforge.estimators import interpret
 from scforge.estimators.base import CellModel
 from scforge.estimators.card import CardFacts
@@ -45,7 +45,14 @@ from scforge.estimators.finetune import (
 from scforge.estimators.generate import generate_with
 from scforge.estimators.hub import load_found, push_model
 from scforge.estimators.interpret import Source
-from scforge.estimators.serialize import expected_of, load_weights, read_adata, read_folder, shapes_of
+from scforge.estimators.serialize import (
+    expected_of,
+    load_weights,
+    read_adata,
+    read_folder,
+    read_saved_reference,
+    shapes_of,
+)
 from scforge.estimators.setup import bare_registry, class_of_architecture, device_of
 from scforge.estimators.spec import (
     FineTuneSpec,
@@ -64,7 +71,9 @@ from scforge.finetuning.base import Evaluated, EvaluationContext, Predictor, Tas
 from scforge.finetuning.consensus import VIEWS, Labeled, consensus
 from scforge.finetuning.heads import FineTunedModule, QueryMapping
 from scforge.finetuning.held_out import CellFingerprints, fingerprints
+from scforge.finetuning.labels import broader_labels, decide_labels
 from scforge.finetuning.new_cells import LabeledCells, NewCells, choose_labeled, votes_of
+from scforge.finetuning.reference import MOST_CELLS, choose_reference
 from scforge.finetuning.splits import Split
 from scforge.finetuning.supervised import SupervisedTask
 from scforge.foreign.base import Foreign, read_checkpoint
@@ -92,8 +101,8 @@ logger = logging.getLogger("scforge")
 _CONTINUED = 0.1
 """Fraction of the default learning rate at which a fine-tuned model continues training."""
 
-_MOST_OF_QUERY, _MOST_OF_REFERENCE = 5_000, 20_000
-"""Maximum numbers of query cells used to fit the mapping onto the reference, and of reference cells to learn from."""
+_MOST_OF_QUERY = 5_000
+"""Maximum number of query cells used to fit the mapping onto the reference."""
 
 
 class Encoder(CellModel):
@@ -974,7 +983,8 @@ class Encoder(CellModel):
             Cells, see :meth:`get_latent_representation`. Genes are matched by name, and the fraction of the model's
             genes that were found is logged. Labels are not needed.
         reference_model
-            A trained model, possibly fine-tuned for ``"integration"``, or its folder. It is not changed.
+            A trained model, possibly fine-tuned for ``"integration"``, or its folder. It is not changed. The query of a
+            model fine-tuned for ``"annotation"`` is mapped onto its base model, as in :meth:`predict`.
         batch_key
             Column of ``obs`` with the query batches. If None, uses the batch column of the query's setup, or else the
             batch column of the reference. Only for references with a decoder that is conditioned on batches.
@@ -1018,6 +1028,8 @@ class Encoder(CellModel):
             raise OptionError(f"reference_model is of type {type(reference).__name__}; pass a model or its folder.")
         if not reference.is_trained_:
             raise OptionError("reference_model is not trained; train this model first, or pass a trained model.")
+        if reference._labeled is not None and reference._labeled.in_base and reference._mapping_base is not None:
+            reference = cast("Encoder", reference._mapping_base)  # of an annotator
         tuning, pretraining = reference.spec.tuning, cast("Any", reference._pretraining)
         if tuning is not None and tuning.task not in ("adaptation", "integration"):
             raise OptionError(f"reference_model was fine-tuned for {tuning.task!r}; pass its base model.")
@@ -1121,7 +1133,9 @@ class Encoder(CellModel):
         method: str = "consensus",
         n_neighbors: int = 50,
         key_added: str | None = None,
+        unknown: float | None = None,
         min_probability: float | None = None,
+        broader: str | Mapping[str, str] | None = None,
         reference: Encoder | Source | None = None,
         batch_size: int = 256,
     ) -> pd.DataFrame:
@@ -1135,7 +1149,9 @@ class Encoder(CellModel):
         out, or on random folds if there is a single batch. At most 20,000 reference cells are used.
 
         The results are written to ``obs["scforge_<labels_key>_transferred"]`` (categories) and, with the endings
-        ``_probability`` and ``_agreement``, as float32. They are separate from the columns of :meth:`predict`. The
+        ``_probability``, ``_agreement`` and ``_p_value``, as float32. They are separate from the columns of
+        :meth:`predict`. Facts about the transfer, and the embedding of at most 2,000 reference cells for
+        :func:`scforge.pl.annotation`, are written to ``uns["scforge"]`` under the name of the label column. The
         embedding of the query is written to ``obsm["X_scforge"]``, as by ``load_query_data(query, model)`` and
         :meth:`get_latent_representation`. If the query is the AnnData of the reference, its own embedding is kept.
 
@@ -1156,19 +1172,32 @@ class Encoder(CellModel):
             Number of reference cells that vote with ``method="knn"``.
         key_added
             Name of the label column, instead of ``"scforge_<labels_key>_transferred"``.
+        unknown
+            Cells whose p-value is below this error rate are labeled ``"unknown"``, e.g. 0.05. The p-value is conformal:
+            the fraction of held-out reference cells of the same label that are at least as unlike the other reference
+            cells. If query and reference differ only by random sampling, this fraction of the cells of known types is
+            called unknown. Between studies the fraction is usually different (:doc:`reference_mapping` shows measured
+            values). Not for ``method="knn"``.
         min_probability
-            Cells whose label has a lower probability are labeled ``"unassigned"``. Cells of a type that is not in the
-            reference often have a high probability nevertheless.
+            Cells whose label has a lower probability are labeled ``"unassigned"``, or get a broader label. Cells of a
+            type that is not in the reference often have a high probability nevertheless. If None, uses 0.5 with
+            `broader`, and labels all cells without.
+        broader
+            Column of the reference's ``obs`` with broader labels, or a mapping from each label to a broader one. A cell
+            with a probability below `min_probability` gets the broader label whose labels have the highest total
+            probability, if the total reaches `min_probability`.
         reference
             The labeled cells, or a model that was trained on them. If None, uses the training cells of this model or,
-            for a query model, of its reference model.
+            for a query model, of its reference model; if they are not available, the reference cells that were saved
+            with it.
         batch_size
             Number of cells per batch.
 
         Returns
         -------
-        A data frame with the columns ``label``, ``probability`` and, with the default method, ``agreement``, the
-        fraction of the three classifiers that predict this label. It has one row per cell.
+        A data frame with one row per cell, and the columns ``label`` and ``probability``; unless the method is "knn",
+        ``p_value``; and with the default method ``agreement``, the fraction of the three classifiers that predict this
+        label.
 
         Raises
         ------
@@ -1186,13 +1215,19 @@ class Encoder(CellModel):
         >>> model.train(1, progress_bar=False)
         >>> query = scforge.datasets.pbmc3k()[200:260, :300].copy()
         >>> list(model.transfer_labels(query))
-        ['label', 'probability', 'agreement']
+        ['label', 'probability', 'agreement', 'p_value']
         >>> "scforge_cell_type_transferred_probability" in query.obs
         True
         """
         check_key("key_added", key_added)
         check_count("n_neighbors", n_neighbors, "cells")
         check_known("method", method, ("consensus", "linear", "knn"), "the methods", error=OptionError)
+        if unknown is not None:
+            check_share("unknown", unknown)
+            if method == "knn":
+                raise OptionError(f"unknown={unknown} has no effect for method='knn'; use another method.")
+        if min_probability is None and broader is not None:
+            min_probability = 0.5
         if min_probability is not None:
             check_share("min_probability", min_probability)
         is_query = self._is_query
@@ -1209,11 +1244,13 @@ class Encoder(CellModel):
             )
         opener = self if owner is reference else owner or self
         if reference is None or owner is reference:
-            if owner is None or (owner.adata is None and owner._data is None):
+            has_cells = owner is not None and (owner.adata is not None or owner._data is not None)
+            if owner is None or not (has_cells or owner._reference is not None):
                 raise OptionError(
-                    "the model was loaded without its training cells; pass labeled cells or a model as reference."
+                    "the model has neither its training cells nor saved reference cells (save(reference=False), or set "
+                    "up without labels); pass labeled cells or a model as reference."
                 )
-            learned = owner._source(None)
+            learned = owner._source(None) if has_cells else owner._reference
         else:
             learned = opener._source(reference)
         reference_cells = opener._open(learned)
@@ -1222,7 +1259,7 @@ class Encoder(CellModel):
         if len(np.unique(labels.codes[rows])) < 2:
             raise DataError(f"labels_key={labels_key!r} has fewer than 2 labels in the reference; use another column.")
         if method != "knn":
-            rows = rows[choose_labeled(np.asarray(labels.codes)[rows], seed=self.seed, most=_MOST_OF_REFERENCE)]
+            rows = rows[choose_labeled(np.asarray(labels.codes)[rows], seed=self.seed, most=MOST_CELLS)]
         codes = np.asarray(labels.codes, dtype=np.int64)[rows]
         # Query cells are moved onto the fixed reference.
         landmarks = replace(self._predictor(reference_cells, batch_size), module=self._backbone).embedding(rows)
@@ -1233,8 +1270,11 @@ class Encoder(CellModel):
                 module = FineTunedModule(module, self._mapping_of(predictor.cells))
             predictor = replace(predictor, module=module)
         embedding = predictor.embedding()
+        parents = None if broader is None else broader_labels(broader, labels, reference_cells.column)
         categories = list(labels.categories)
         columns: dict[str, np.ndarray] = {}
+        is_unknown: np.ndarray | None = None
+        facts: dict[str, Any] = {}
         if method == "knn":
             voters = KNeighborsClassifier(min(n_neighbors, len(rows)), weights=votes_of).fit(landmarks, codes)
             probabilities = np.zeros((len(embedding), len(categories)))
@@ -1253,19 +1293,26 @@ class Encoder(CellModel):
             )
             probabilities = voted.probabilities
             columns = {"agreement": voted.agreement} if method == "consensus" else {}
+            columns["p_value"] = voted.p_values
+            is_unknown = None if unknown is None else voted.p_values < unknown
+            facts = {"temperature": voted.temperature, "weights": voted.weights, "n_batches": len(np.unique(batches))}
+        labeled = decide_labels(
+            probabilities, categories, min_probability=min_probability, broader=parents, is_unknown=is_unknown
+        )
         probability = probabilities.max(axis=1).clip(0.0, 1.0).astype(np.float32)
-        found = np.array(categories, dtype=object)[probabilities.argmax(axis=1)]
-        if min_probability is not None:
-            found = np.where(probability < min_probability, UNASSIGNED, found)
-            categories += [UNASSIGNED] if UNASSIGNED not in categories else []
         table = pd.DataFrame(
-            {"label": pd.Categorical(found, categories=categories), "probability": probability, **columns},
-            index=cell_names(predictor.cells),
+            {"label": labeled, "probability": probability, **columns}, index=cell_names(predictor.cells)
         )
         if isinstance(source, AnnData):
             key = f"scforge_{labels_key}_transferred" if key_added is None else key_added
             for column in table:
                 source.obs[key if column == "label" else f"{key}_{column}"] = table[column]
+            shown = choose_labeled(codes, seed=self.seed)
+            facts |= {"method": method, "labels_key": labels_key, "n_reference": len(rows)}
+            facts |= {"gene_overlap": predictor.cells.overlap, "counts_kept": predictor.cells.counts_kept}
+            facts |= {"reference_embedding": landmarks[shown]}
+            facts |= {"reference_labels": np.array(categories, dtype=object)[codes[shown]]}
+            source.uns[UNS_KEY] = {**source.uns.get(UNS_KEY, {}), key: {**self._made_with(), **facts}}
             if source is not learned and (is_query or source is not self.adata):
                 self._keep(source, AUTO_KEY, embedding, predictor.cells)
                 if self._landmarks is not None:
@@ -1882,6 +1929,7 @@ class Encoder(CellModel):
         overwrite: bool = False,
         save_anndata: bool = False,
         adapter_only: bool = False,
+        reference: bool | int = True,
     ) -> None:
         """Save the model to a folder: weights (safetensors), description (JSON), vocabulary (JSON) and model card.
 
@@ -1896,6 +1944,11 @@ class Encoder(CellModel):
         adapter_only
             Whether to save only the adapters and the head of a model fine-tuned with ``lora``, which take 0.5 to 0.7 MB
             for a light encoder. Loading them requires the base model.
+        reference
+            Whether to also write labeled training cells as ``reference.safetensors``, or the maximum number of them
+            (True for 20,000), so that :meth:`transfer_labels` works without the training data. The file contains their
+            raw counts in the genes of the model, labels and batches, without names. Cells of small types are preferred.
+            It takes about 1 kB per cell. No effect for a fine-tuned model, or a model that was set up without labels.
 
         Raises
         ------
@@ -1923,8 +1976,26 @@ class Encoder(CellModel):
                 "save_anndata=True, but the model was loaded without adata; load the model with adata, or omit "
                 "save_anndata."
             )
-        self._write(dir_path, overwrite=overwrite, adata=self.adata if save_anndata else None)
+        if not isinstance(reference, bool):
+            check_count("reference", reference, "cells", least=2)
+        most = MOST_CELLS if reference is True else int(reference)
+        cells = self._reference_to_save(most) if reference else None
+        self._write(dir_path, overwrite=overwrite, adata=self.adata if save_anndata else None, reference=cells)
         self._origin = self._origin_at(dir_path)
+
+    def _reference_to_save(self, most: int = MOST_CELLS) -> CellSource | None:
+        """Return labeled training cells, or None if the model has none."""
+        key, batch_key = (self._setup.get(name) for name in ("labels_key", "batch_key"))
+        if key is None or self.spec.tuning is not None:
+            return None
+        if self.adata is None and self._data is None:
+            return None if self._reference is None else self._reference.sample(most, seed=self.seed)
+        try:
+            cells: Any = self._open(self._source(None))
+            return choose_reference(cells, key, batch_key, most=most, seed=self.seed)
+        except ScforgeError as error:  # the cells were changed after training
+            warn(f"No reference cells are saved with the model: {error}")
+            return None
 
     @classmethod
     def load(
@@ -2009,7 +2080,9 @@ class Encoder(CellModel):
         def read(place: Path) -> Any:
             config, vocab, weights = read_folder(place)
             cells = read_adata(place, config) if adata is None else None if adata is False else adata
-            return cls._of_folder(place, config, vocab, weights, adata=cells, device=device)
+            model = cls._of_folder(place, config, vocab, weights, adata=cells, device=device)
+            model._reference = read_saved_reference(place, config, vocab)
+            return model
 
         return read_settled(folder, read)
 
@@ -2127,6 +2200,7 @@ class Encoder(CellModel):
         citation: str | None = None,
         adapter_only: bool = False,
         base: str | None = None,
+        reference: bool = False,
         **options: Any,
     ) -> str:
         """Push the model to the Hugging Face Hub in one commit: weights, description, vocabulary and model card.
@@ -2150,6 +2224,8 @@ class Encoder(CellModel):
         base
             Name of the base model: a repository or ``"scforge://name"``. It is not checked, and is used for this push
             only. If None, uses the location from which the base model was loaded or to which it was pushed.
+        reference
+            Whether to also push the counts of labeled training cells, see :meth:`save`.
         **options
             ``private``, ``token``, ``revision``, ``commit_message`` and ``create_pr``, see :func:`scforge.hub.upload`.
 
@@ -2168,10 +2244,10 @@ class Encoder(CellModel):
 
         Notes
         -----
-        Cells are never uploaded. For a fine-tuned model, ``split.safetensors`` is uploaded; it contains fingerprints
-        (hashes of counts) of the training cells. The weights file of an annotator contains the embeddings of up to
-        2,000 training cells with their labels. License, data, scores and citation are kept with the model, and
-        :meth:`save` also writes them.
+        Cells are uploaded with ``reference=True`` only. For a fine-tuned model, ``split.safetensors`` is uploaded; it
+        contains fingerprints (hashes of counts) of the training cells. The weights file of an annotator contains the
+        embeddings of up to 2,000 training cells with their labels. License, data, scores and citation are kept with the
+        model, and :meth:`save` also writes them.
 
         Examples
         --------
@@ -2179,7 +2255,9 @@ class Encoder(CellModel):
         >>> annotator.push_to_hub("org/blood", metrics=annotator.evaluate(), adapter_only=True)  # doctest: +SKIP
         """
         facts = {"license": license, "data": data, "citation": citation, "metrics": metrics}
-        return push_model(self, repo_id, told=facts, adapter_only=adapter_only, base=base, **options)
+        return push_model(
+            self, repo_id, told=facts, adapter_only=adapter_only, base=base, reference=reference, **options
+        )
 
     @classmethod
     def from_checkpoint(

@@ -31,12 +31,13 @@ def push_model(
     adapter_only: bool = False,
     base: str | None = None,
     card: str | None = None,
+    reference: bool = False,
     **options: Any,
 ) -> str:
     """Push a model to the hub, see :meth:`scforge.models.Encoder.push_to_hub`.
 
     `told` contains license, data, citation and metrics. `card` is the text of the card; if None, it is generated.
-    `options` are the options of :func:`scforge.hub.upload`.
+    `reference` tells whether to push labeled cells. `options` are the options of :func:`scforge.hub.upload`.
     """
     if not model.is_trained_:
         warn("The model is not trained; its random weights will be pushed.", NotTrainedWarning)
@@ -47,7 +48,8 @@ def push_model(
     try:
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place) / "model"
-            text = model._card(name=repo_id, is_adapter=adapter_only) if card is None else card
+            cells = model._reference_to_save() if reference and not adapter_only else None
+            text = model._card(name=repo_id, is_adapter=adapter_only, reference=cells) if card is None else card
             if adapter_only:
                 below = model._card_facts().base
                 if below is None or below.name is None:
@@ -58,8 +60,8 @@ def push_model(
                 save_adapter(model, folder, overwrite=False)
                 (folder / "README.md").write_text(text, encoding="utf-8")
             else:
-                model._write(folder, card=text)
-            url, commit = send_model(folder, repo_id, **options)
+                model._write(folder, card=text, reference=cells)
+            url, commit = send_model(folder, repo_id, reference=reference, **options)
         # A name that nobody has checked is for this push.
         before = told_facts
     finally:

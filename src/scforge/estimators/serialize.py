@@ -25,6 +25,8 @@ from scforge.errors import MissingFileError, ModelFileError, ScforgeError, first
 from scforge.estimators.spec import FineTuneSpec, ModelSpec, defaults_for, named_options
 from scforge.finetuning.adapters import is_adapter
 from scforge.finetuning.held_out import HeldOutRegistry
+from scforge.finetuning.reference import FILE as REFERENCE
+from scforge.finetuning.reference import read_reference, write_reference
 from scforge.foreign.base import Foreign
 from scforge.models._utils import without_weights
 from scforge.models._weights import PICKLES, read_weights, refuse_not_finite
@@ -32,6 +34,7 @@ from scforge.models._weights import PICKLES, read_weights, refuse_not_finite
 if TYPE_CHECKING:
     from anndata import AnnData
 
+    from scforge.data.cells import CellSource
 
 FORMAT = 2
 MODEL, ADAPTER = "model", "adapter"
@@ -235,6 +238,7 @@ def write_folder(
     overwrite: bool,
     seen: HeldOutRegistry | None,
     adata: AnnData | None,
+    reference: CellSource | None,
     extra: Any,
 ) -> None:
     """Write a model folder completely or not at all.
@@ -255,6 +259,8 @@ def write_folder(
         The cells used for fine-tuning.
     adata
         Training data to save with the model.
+    reference
+        Labeled cells to save with the model.
     extra
         A function that is called with the temporary folder to write additional files.
     """
@@ -267,7 +273,10 @@ def write_folder(
             seen.save(folder)
         if adata is not None:
             write_h5ad(folder / ADATA, adata)
-        sums = {name: sha256_of(folder / name) for name in (_WEIGHTS, _VOCAB, *([] if adata is None else [ADATA]))}
+        if reference is not None:
+            write_reference(reference, folder)
+        names = (_WEIGHTS, _VOCAB, ADATA, REFERENCE)
+        sums = {name: sha256_of(folder / name) for name in names if (folder / name).exists()}
         (folder / _CONFIG).write_text(sealed({**content, "sha256": sums}), encoding="utf-8")
         if extra is not None:
             extra(folder)
@@ -305,6 +314,15 @@ def read_adata(path: str | os.PathLike[str], config: Mapping[str, Any]) -> AnnDa
         return None
     check_sum(file, config["sha256"][ADATA])
     return read_h5ad([str(file)])
+
+
+def read_saved_reference(folder: Path, config: Mapping[str, Any], vocab: GeneVocab) -> CellSource | None:
+    """Read the reference cells of a model, or return None if there are none; pushes leave them out."""
+    file = folder / REFERENCE
+    if REFERENCE not in config["sha256"] or not file.exists():
+        return None
+    check_sum(file, config["sha256"][REFERENCE])
+    return read_reference(file, vocab)
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], GeneVocab, dict[str, torch.Tensor]]:

@@ -79,6 +79,7 @@ class Consensus:
 
     probabilities: np.ndarray
     agreement: np.ndarray
+    p_values: np.ndarray
     weights: dict[str, float]
     temperature: float
 
@@ -155,7 +156,10 @@ def consensus(
     combined = np.sum([weight * logs[name] for name, weight in heads.weights.items()], axis=0)
     labels = combined.argmax(axis=1)
     agreement = np.mean([of_view.argmax(axis=1) == labels for of_view in logs.values()], axis=0, dtype=np.float32)
-    return Consensus(probabilities_of(combined, heads.temperature), agreement, heads.weights, heads.temperature)
+    p_values = np.ones(n_query, dtype=np.float32)
+    return Consensus(
+        probabilities_of(combined, heads.temperature), agreement, p_values, heads.weights, heads.temperature
+    )
 
 
 @dataclass(frozen=True)

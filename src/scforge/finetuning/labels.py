@@ -10,6 +10,8 @@ import pandas as pd
 from anndata import AnnData
 
 from scforge._checks import check_positive
+from scforge._columns import UNASSIGNED, labels_of
+from scforge._columns import UNKNOWN as UNKNOWN_TYPE
 from scforge._constants import UNS_KEY
 from scforge.errors import OptionError, listing
 
@@ -22,6 +24,71 @@ def write_probabilities(adata: AnnData, key: str, table: pd.DataFrame) -> None:
     adata.obsm[f"{key}_probabilities"] = np.asarray(table)
     names = np.array([str(name) for name in table.columns], dtype=object)
     adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), f"{key}_classes": names}
+
+
+def decide_labels(
+    probabilities: np.ndarray,
+    names: Sequence[str],
+    *,
+    min_probability: float | None = None,
+    broader: Mapping[str, str] | None = None,
+    is_unknown: np.ndarray | None = None,
+) -> pd.Categorical:
+    """Return the label of each cell.
+
+    Parameters
+    ----------
+    probabilities
+        Probability of each class, shape (N, C).
+    names
+        Name of each class.
+    min_probability
+        Cells whose most probable class has a lower probability are "unassigned".
+    broader
+        Broader label of each class. An uncertain cell gets the broader label whose classes have the highest sum of
+        probabilities, if this sum reaches `min_probability`.
+    is_unknown
+        Cells that are "unknown", bool, shape (N,).
+    """
+    categories = list(names)
+    found = np.array(categories, dtype=object)[probabilities.argmax(axis=1)]
+    if min_probability is not None:
+        unsure = probabilities.max(axis=1) < min_probability
+        found[unsure] = UNASSIGNED
+        if broader is not None:
+            parents = sorted({broader[name] for name in names})
+            belongs = np.array([[broader[name] == parent for parent in parents] for name in names], dtype=float)
+            of_parents = probabilities @ belongs
+            wider = unsure & (of_parents.max(axis=1) >= min_probability)
+            found[wider] = np.array(parents, dtype=object)[of_parents[wider].argmax(axis=1)]
+            categories += [parent for parent in parents if parent not in categories]
+        categories.append(UNASSIGNED)
+    if is_unknown is not None:
+        found[is_unknown] = UNKNOWN_TYPE
+        categories.append(UNKNOWN_TYPE)
+    return pd.Categorical(found, categories=categories)
+
+
+def broader_labels(broader: Any, labels: pd.Categorical, column: Any) -> dict[str, str]:
+    """Return the broader label of each label, from a mapping or a column of the reference with this name.
+
+    `column` returns the values of a column of the reference.
+    """
+    names = list(labels.categories)
+    if isinstance(broader, Mapping):
+        found = {str(name): str(parent) for name, parent in broader.items()}
+        if missing := [name for name in names if name not in found]:
+            raise OptionError(f"broader has no entry for {listing(missing)}; map every label to a broader label.")
+        return found
+    parents = labels_of(column(broader), key=str(broader), argument="broader")
+    pairs = pd.DataFrame({"label": labels, "parent": parents}).dropna().drop_duplicates()
+    counts = pairs["label"].value_counts().reindex(names, fill_value=0)
+    if (odd := counts[counts != 1]).size:
+        raise OptionError(
+            f"broader={broader!r} has {odd.iloc[0]} different values for the label {odd.index[0]!r}; pass a column "
+            "with exactly one broader label for each label."
+        )
+    return dict(zip(pairs["label"], pairs["parent"], strict=True))
 
 
 UNLABELED, UNKNOWN = -1, -2

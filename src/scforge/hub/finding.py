@@ -25,7 +25,9 @@ _NEEDED: dict[Kind, tuple[str, ...]] = {
     "adapter": ("adapter.json", "adapter.safetensors"),
 }
 CARD = "README.md"
-SHARED_FILES = (*_NEEDED["model"], *_NEEDED["adapter"], CARD, "split.safetensors")
+REFERENCE = "reference.safetensors"
+"""File with counts of labeled cells, which is uploaded on request only."""
+SHARED_FILES = (*_NEEDED["model"], *_NEEDED["adapter"], CARD, "split.safetensors", REFERENCE)
 """All files that are uploaded or downloaded; ``split.safetensors`` identifies the cells used for fine-tuning."""
 ORIGIN_FILE = "origin.json"
 """File with the source of a folder copied to this machine; it is never uploaded."""

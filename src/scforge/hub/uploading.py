@@ -9,7 +9,16 @@ from pathlib import Path
 from scforge._io import is_own_card
 from scforge.errors import MissingFileError, ModelFileError, OptionError, listing
 from scforge.hub.client import hub_api, hub_errors
-from scforge.hub.finding import CARD, ORIGIN_FILE, SHARED_FILES, described_kind, kind_of, kind_of_folder, shared_files
+from scforge.hub.finding import (
+    CARD,
+    ORIGIN_FILE,
+    REFERENCE,
+    SHARED_FILES,
+    described_kind,
+    kind_of,
+    kind_of_folder,
+    shared_files,
+)
 
 logger = logging.getLogger("scforge")
 
@@ -23,6 +32,7 @@ def upload(
     revision: str | None = None,
     commit_message: str | None = None,
     create_pr: bool = False,
+    reference: bool = False,
 ) -> str:
     """Upload the folder of a model or an adapter to the hub in one commit.
 
@@ -45,6 +55,9 @@ def upload(
         First line of the commit.
     create_pr
         Whether to propose the files in a pull request instead of writing them. The repository must exist.
+    reference
+        Whether to also upload the counts of labeled cells that were saved with the model, see
+        :meth:`scforge.models.Encoder.save`.
 
     Returns
     -------
@@ -71,6 +84,7 @@ def upload(
         revision=revision,
         commit_message=commit_message,
         create_pr=create_pr,
+        reference=reference,
     )
     return url
 
@@ -84,6 +98,7 @@ def send_model(
     revision: str | None = None,
     commit_message: str | None = None,
     create_pr: bool = False,
+    reference: bool = False,
 ) -> tuple[str, str]:
     """Upload a folder as in :func:`upload`, and return the URL and the commit."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
@@ -96,8 +111,8 @@ def send_model(
         raise OptionError(
             f"revision={revision!r} does not work with create_pr=True, which targets the main branch; omit revision."
         )
-    tell_left_behind(folder)
-    names = shared_files(folder)
+    tell_left_behind(folder, reference=reference)
+    names = [name for name in shared_files(folder) if reference or name != REFERENCE]
     prefix = f"repo_id={repo_id!r}"
     with hub_errors(prefix, repo_id, revision):
         api = hub_api(token)
@@ -147,7 +162,8 @@ def _text(card: Path) -> str:
     return card.read_text(encoding="utf-8", errors="replace")
 
 
-def tell_left_behind(folder: Path) -> None:
+def tell_left_behind(folder: Path, *, reference: bool = False) -> None:
     """Log the files in a folder that are not uploaded."""
-    if kept := sorted(path.name for path in folder.iterdir() if path.name not in {*SHARED_FILES, ORIGIN_FILE}):
+    sent = {*SHARED_FILES, ORIGIN_FILE} - (set() if reference else {REFERENCE})
+    if kept := sorted(path.name for path in folder.iterdir() if path.name not in sent):
         logger.info("These files are not part of a shared model and were not uploaded: %s.", listing(kept))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from scforge._lazy import lazy_names
 
 _NAMES = {
+    "annotation": "scforge.pl.transferred",
     "attention_heatmap": "scforge.pl.networks",
     "calibration": "scforge.pl.predictions",
     "confusion_matrix": "scforge.pl.predictions",

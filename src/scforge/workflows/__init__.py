@@ -5,6 +5,7 @@ from __future__ import annotations
 from scforge._lazy import lazy_names
 
 _NAMES = {
+    "annotate_to": "scforge.workflows.annotate",
     "check_config": "scforge.workflows.check",
     "embed_to": "scforge.workflows.embed",
     "evaluate_models": "scforge.estimators.evaluate",

@@ -166,7 +166,7 @@ def push_folder(
     if card is not None and not is_adapter:
         read_folder(path)
         return upload(path, repo_id, **options)
-    tell_left_behind(path)  # the upload is written again, to another folder
+    tell_left_behind(path, reference=options.get("reference", False))  # the upload is written again, to another folder
     # The name is for others, so it is not a folder here.
     model = Encoder.load(path, base=None if base is None else place_of(base) or base)
     return push_model(model, repo_id, told=told, adapter_only=is_adapter, base=base, card=card, **options)
