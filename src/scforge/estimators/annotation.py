@@ -159,7 +159,7 @@ def annotate(
         Encoder.setup_anndata(query, layer=layer, gene_key=gene_key, batch_key=query_batch_key)
     cells: Any = model._open(query)  # checks counts and genes
     if not model.is_trained_:
-        announce(f"Training on {reference.n_obs:,} reference cells ...")  # type: ignore[union-attr]
+        announce(f"Training on {reference.n_obs:,} reference cells ...")
         model.train(progress_bar=progress_bar)
     key = f"scforge_{labels_key}_transferred" if key_added is None else key_added
     table = model.transfer_labels(

@@ -94,18 +94,28 @@ def annotation(
         (axes[1], query, labels, "query, predicted"),
     )
     for ax, places, of_cells, title in panels:
-        ax.scatter(*reference.T, s=size, c=_GRAY, linewidths=0, rasterized=True)
-        ax.scatter(*places.T, s=size, c=[colors[name] for name in of_cells], linewidths=0, rasterized=True)
+        ax.scatter(reference[:, 0], reference[:, 1], s=size, c=_GRAY, linewidths=0, rasterized=True)
+        ax.scatter(
+            places[:, 0], places[:, 1], s=size, c=[colors[name] for name in of_cells], linewidths=0, rasterized=True
+        )
         ax.set_title(title)
     for name in names[:_MOST_ENTRIES]:
         short = name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
         axes[1].scatter([], [], s=30, c=colors[name], label=f"\u200b{short}" if short.startswith("_") else short)
     legend_beside(axes[1])
-    axes[2].scatter(*reference.T, s=size, c=_GRAY, linewidths=0, rasterized=True)
+    axes[2].scatter(reference[:, 0], reference[:, 1], s=size, c=_GRAY, linewidths=0, rasterized=True)
     probability = adata.obs[f"{key}_probability"].to_numpy(dtype=float)[rows]
     order = np.argsort(-probability, kind="stable")  # unsure cells on top
     points = axes[2].scatter(
-        *query[order].T, s=size, c=probability[order], cmap="viridis", vmin=0, vmax=1, linewidths=0, rasterized=True
+        query[order, 0],
+        query[order, 1],
+        s=size,
+        c=probability[order],
+        cmap="viridis",
+        vmin=0,
+        vmax=1,
+        linewidths=0,
+        rasterized=True,
     )
     axes[2].figure.colorbar(points, ax=axes[2], label="probability")
     axes[2].set_title("query, probability")
