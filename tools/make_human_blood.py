@@ -3,8 +3,8 @@
 Usage: ``python tools/make_human_blood.py --data FOLDER``
 
 FOLDER contains ``zheng_facs_pbmc.h5ad``, ``pbmc10k_cite.h5ad`` and, for the scores in the card, ``kang_ifnb.h5ad``,
-which nothing is trained on. (``kang_ctrl_8donor.h5ad`` has only 136 of the 2,000 genes.) The same versions of scforge and its dependencies give the same
-weights on the same kind of processor.
+which nothing is trained on. (``kang_ctrl_8donor.h5ad`` has only 136 of the 2,000 genes.) The same versions of scforge
+and its dependencies give the same weights on the same kind of processor.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -129,8 +130,9 @@ def _places(reference: np.ndarray, query: np.ndarray, seed: int) -> tuple[np.nda
     """Return the UMAP of the reference and the query projected onto it; of few cells, the first two dimensions."""
     if len(reference) < _FEWEST:
         return reference[:, :2], query[:, :2]
-    import umap
-
-    mapper = umap.UMAP(n_neighbors=min(15, len(reference) - 1), min_dist=0.5, random_state=seed, n_jobs=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ImportWarning)  # umap-learn looks for TensorFlow
+        from umap import UMAP
+    mapper = UMAP(n_neighbors=min(15, len(reference) - 1), min_dist=0.5, random_state=seed, n_jobs=1)
     places = mapper.fit_transform(reference)
     return places, mapper.transform(query)
