@@ -6,7 +6,7 @@ Shapes: R reference cells, Q query cells, D dimensions, G genes, C classes, V vi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from scforge.data.neighbors import components_of, harmony_correct
 from scforge.data.statistics import most_variable
 from scforge.finetuning.heads import balanced_weights, fit_logistic, fit_temperature, probabilities_of
 from scforge.finetuning.new_cells import choose_labeled
+from scforge.finetuning.unknown import HeldOut
 
 if TYPE_CHECKING:
     from scforge.data.cells import Cells, CellSource
@@ -75,13 +76,17 @@ class Consensus:
         Weight of each view.
     temperature
         Temperature of the probabilities, fitted on held-out reference cells.
+    p_values
+        Conformal p-value of each cell that it belongs to its most probable class, float32, shape (Q,), see
+        :meth:`~scforge.finetuning.unknown.HeldOut.p_values`. Of cells of types that the reference contains, about 5 %
+        have a p-value below 0.05. All are NaN if no reference cells are held out, e.g. of fewer than 50 cells.
     """
 
     probabilities: np.ndarray
     agreement: np.ndarray
-    p_values: np.ndarray
     weights: dict[str, float]
     temperature: float
+    p_values: np.ndarray
 
 
 def consensus(
@@ -102,6 +107,11 @@ def consensus(
     regularization, the weights of the views and the temperature are chosen on held-out reference batches, or on random
     folds if there is a single batch. The weights are then moved halfway to equal weights, because the encoder has been
     trained on the batches that are held out.
+
+    Cells of types that the reference lacks have low p-values. The p-values compare each query cell with held-out
+    reference cells of its predicted class: by the entropies of the views, by the distance to the nearest reference
+    cells in the embedding, and by this distance relative to the nearest query cells. The latter is corrected for the
+    difference between the medians of held-out and query cells. The sum of the three is averaged over neighboring cells.
 
     Parameters
     ----------
@@ -132,6 +142,8 @@ def consensus(
     values = _values(reference.cells, genes)
     groups = np.array_split(np.random.default_rng(seed).permutation(n_query), -(-n_query // _AT_ONCE))
     heads: _Heads | None = None
+    held_out: HeldOut | None = None
+    p_values = np.full(n_query, np.nan, dtype=np.float32)
     logs = {name: np.empty((n_query, n_classes)) for name in views}
     for rows in map(np.sort, groups):
         # Features of reference and query cells.
@@ -148,17 +160,24 @@ def consensus(
         features["embedding"] = reference.embeddings, embeddings[rows]
         if heads is None:
             learned = {name: features[name][0] for name in views}
-            heads = _Heads.chosen(learned, classes, n_classes, reference.batches, seed)
+            heads, folds, of_folds = _Heads.chosen(learned, classes, n_classes, reference.batches, seed)
+            if folds:
+                held_out = HeldOut.of(reference.embeddings, folds, of_folds, heads.combined(of_folds).argmax(axis=1))
         for name in views:
             learned_from, to_label = features[name]
             logs[name][rows] = _log_probabilities(learned_from, classes, n_classes, heads.strengths[name], to_label)
+        if held_out is not None:
+            found = np.stack([logs[name][rows] for name in views])
+            neighborhood = features["harmony" if "harmony" in features else "embedding"]
+            p_values[rows] = held_out.p_values(
+                embeddings[rows], found, heads.combined(found).argmax(axis=1), neighborhood
+            )
     assert heads is not None
     combined = np.sum([weight * logs[name] for name, weight in heads.weights.items()], axis=0)
     labels = combined.argmax(axis=1)
     agreement = np.mean([of_view.argmax(axis=1) == labels for of_view in logs.values()], axis=0, dtype=np.float32)
-    p_values = np.ones(n_query, dtype=np.float32)
     return Consensus(
-        probabilities_of(combined, heads.temperature), agreement, p_values, heads.weights, heads.temperature
+        probabilities_of(combined, heads.temperature), agreement, heads.weights, heads.temperature, p_values
     )
 
 
@@ -173,14 +192,20 @@ class _Heads:
     @classmethod
     def chosen(
         cls, features: Mapping[str, Any], classes: np.ndarray, n_classes: int, batches: np.ndarray, seed: int
-    ) -> _Heads:
-        """Choose them by the log loss of held-out cells, with the same weight for each class."""
+    ) -> tuple[_Heads, list[tuple[np.ndarray, np.ndarray]], np.ndarray]:
+        """Choose them by the log loss of held-out cells, with the same weight for each class.
+
+        Returns
+        -------
+        The heads, the folds, and the log probabilities of their held-out cells by each view, shape (V, H, C).
+        """
         logs: dict[str, dict[float, np.ndarray]] = {name: {} for name in features}
         folds = list(_folds(classes, batches, seed))
         equal = dict.fromkeys(features, 1 / len(features))
         if not folds:
             weights = {name: _OF_FEW[name] / sum(_OF_FEW[one] for one in features) for name in features}
-            return cls(dict.fromkeys(features, _DEFAULT_STRENGTH), weights, 1.0)
+            heads = cls(dict.fromkeys(features, _DEFAULT_STRENGTH), weights, 1.0)
+            return heads, folds, np.empty((len(features), 0, n_classes))
         truth = classes[np.concatenate([held_out for _, held_out in folds])]
         of_cells = balanced_weights(truth, n_classes)[truth]
 
@@ -198,15 +223,19 @@ class _Heads:
         for name, of_view in logs.items():
             losses = {strength: loss(found) for strength, found in of_view.items()}
             strengths[name] = min(losses, key=losses.__getitem__)
-        best = [logs[name][strengths[name]] for name in features]
+        best = np.stack([logs[name][strengths[name]] for name in features])
         candidates = [one for one in product(range(_STEPS + 1), repeat=len(best)) if sum(one) == _STEPS]
-        found = min(candidates, key=lambda one: loss(np.tensordot(one, np.stack(best), axes=1) / _STEPS))
+        found = min(candidates, key=lambda one: loss(np.tensordot(one, best, axes=1) / _STEPS))
         weights = {
             name: _EQUAL * equal[name] + (1 - _EQUAL) * share / _STEPS
             for name, share in zip(features, found, strict=True)
         }
-        combined = np.tensordot([weights[name] for name in features], np.stack(best), axes=1)
-        return cls(strengths, weights, fit_temperature(combined, truth))
+        heads = cls(strengths, weights, 1.0)
+        return replace(heads, temperature=fit_temperature(heads.combined(best), truth)), folds, best
+
+    def combined(self, logs: np.ndarray) -> np.ndarray:
+        """Return the weighted mean of the log probabilities of the views, shape (N, C)."""
+        return np.tensordot(list(self.weights.values()), logs, axes=1)
 
 
 def _folds(classes: np.ndarray, batches: np.ndarray, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
