@@ -1,11 +1,24 @@
 """How well does one call label the cells of another donor, protocol, study or species, and what does it cost?
 
 Rows of scforge are ``Encoder(reference).train()``, then ``transfer_labels(query)`` with each of its methods. Genes,
-principal components and Harmony have the same logistic regression as scforge: each label has the same weight, and the
-regularization is chosen on held-out reference batches, or on random folds of a single batch. "Harmony" learns from the
-query as well, without its labels. CellTypist's method and ``scanpy.tl.ingest`` have the options of their authors.
-"classifier of the query" learns from labels of the query itself, in five folds: a limit that nobody can reach without
-them.
+principal components, Harmony, Symphony and scVI have the same logistic regression as scforge: each label has the same
+weight, and the regularization is chosen on held-out reference batches, or on random folds of a single batch.
+CellTypist's method and ``scanpy.tl.ingest`` have the options of their authors. "classifier of the query" learns from
+labels of the query itself, in five folds: a limit that nobody can reach without them.
+
+Rows that learn from the query, without its labels: those of scforge, which map it onto the reference, and whose
+consensus includes Harmony of both; "Harmony", which corrects both together; "Symphony", which shifts clusters of the
+query; "scPoli", which trains vectors of its batches; and "popV", which runs Harmony and BBKNN and trains scVI and
+scANVI on both together. Rows that learn from the reference alone: genes, principal components, scVI, scANVI,
+CellTypist's method and ingest.
+
+``--methods trained`` measures methods with packages of their own, of which those that are missing are left out:
+Symphony needs ``symphonypy``, and scPoli ``scarches``. ``--methods popv`` needs an environment of its own, whose
+interpreter the variable ``POPV_PYTHON`` names.
+"scVI" has two layers, 30 latent dimensions and counts with a negative binomial distribution, which was better than its
+defaults on the tasks used for tuning, and stops early; scANVI starts from it. scVI trains for at most 400 epochs, as by
+default, scANVI for 20 and scPoli for 50, as in their tutorials. So that each takes about four CPU minutes at most, they
+train for fewer epochs where epochs times cells would exceed 300,000, 100,000 and 200,000.
 
 `macro_f1` is over the types that reference and query share, `rare_recall` over those of them with less than 5 % of the
 cells of the query, `calibration_error` in 15 bins, `cpu_seconds` with training. `macro_f1_5` and `macro_f1_20` learn
@@ -13,6 +26,7 @@ from so many labeled cells of each type. Tasks and the split into tuning and tes
 shown of test tasks was run once, with everything fixed. The results go into ``benchmarks/results/label_transfer.csv``::
 
     python benchmarks/label_transfer.py --data FOLDER --tasks tuning
+    python benchmarks/label_transfer.py --data FOLDER --tasks tuning --methods trained
     python benchmarks/label_transfer.py --docs docs/reference_mapping.md
 """
 
@@ -20,10 +34,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +57,17 @@ from sklearn.model_selection import GroupKFold, KFold, StratifiedKFold, cross_va
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MaxAbsScaler, StandardScaler
-from transfer import celltypist, components, genes, harmony
+from transfer import (
+    celltypist,
+    components,
+    genes,
+    harmony,
+    scanvi_of_query,
+    scpoli_of_query,
+    scvi_embedded,
+    scvi_of_reference,
+    variable,
+)
 
 from scforge.finetuning.metrics import calibration_error
 from scforge.models import Encoder
@@ -113,23 +140,10 @@ def few_labels(reference: ad.AnnData, n: int, seed: int) -> pd.Series:
 def baselines(pair: Pair, seed: int) -> Iterator[Prediction]:
     """Predict with simple methods, with all labels and with few."""
     reference, query = pair
-    batches = reference.obs[BATCH].astype(str).to_numpy()
-    labels = {"": reference.obs[LABEL], **{f" few {n}": few_labels(reference, n, seed) for n in FEW}}
     for name, view in VIEWS.items():
         began = time.process_time()
         known, to_label = view(pair, seed)
-        embedded = time.process_time() - began
-        for ending, given in labels.items():
-            rows = np.flatnonzero(given.notna())
-            truth = given.iloc[rows].astype(str).to_numpy()
-            began = time.process_time()
-            table = linear(known[rows], truth, batches[rows], to_label, seed)
-            yield f"{name}, linear{ending}", table, embedded + time.process_time() - began
-            if not sparse.issparse(known):
-                began = time.process_time()
-                voters = KNeighborsClassifier(min(15, len(rows))).fit(known[rows], truth)
-                table = labeled(voters.predict_proba(to_label), voters.classes_)
-                yield f"{name}, kNN{ending}", table, embedded + time.process_time() - began
+        yield from heads(name, known, to_label, reference, time.process_time() - began, seed)
     began = time.process_time()
     yield "CellTypist's method", labeled_as(celltypist(pair, seed)), time.process_time() - began
     began = time.process_time()
@@ -144,6 +158,25 @@ def baselines(pair: Pair, seed: int) -> Iterator[Prediction]:
         found = np.full(len(truth), "", dtype=object)
         found[has_folds] = cross_val_predict(classifier, known[has_folds], truth[has_folds], cv=folds)
         yield LIMIT, labeled_as(found), time.process_time() - began
+
+
+def heads(
+    name: str, known: Any, to_label: Any, reference: ad.AnnData, embedded: float, seed: int
+) -> Iterator[Prediction]:
+    """Predict from features of both, with all labels of the reference and with few; they took `embedded` seconds."""
+    batches = reference.obs[BATCH].astype(str).to_numpy()
+    labels = {"": reference.obs[LABEL], **{f" few {n}": few_labels(reference, n, seed) for n in FEW}}
+    for ending, given in labels.items():
+        rows = np.flatnonzero(given.notna())
+        truth = given.iloc[rows].astype(str).to_numpy()
+        began = time.process_time()
+        table = linear(known[rows], truth, batches[rows], to_label, seed)
+        yield f"{name}, linear{ending}", table, embedded + time.process_time() - began
+        if not sparse.issparse(known):
+            began = time.process_time()
+            voters = KNeighborsClassifier(min(15, len(rows))).fit(known[rows], truth)
+            table = labeled(voters.predict_proba(to_label), voters.classes_)
+            yield f"{name}, kNN{ending}", table, embedded + time.process_time() - began
 
 
 def linear(known: Any, truth: np.ndarray, batches: np.ndarray, to_label: Any, seed: int) -> pd.DataFrame:
@@ -169,6 +202,93 @@ def linear(known: Any, truth: np.ndarray, batches: np.ndarray, to_label: Any, se
             losses[strength] -= (weights[held_out] * np.log(right + 1e-6)).sum()
     model = fitted(np.arange(len(truth)), min(STRENGTHS, key=losses.__getitem__))
     return labeled(model.predict_proba(to_label), model.classes_)
+
+
+def trained_baselines(pair: Pair, seed: int) -> Iterator[Prediction]:
+    """Predict with methods that have packages of their own, of which those that are missing are left out."""
+    for package, predict in TRAINED.items():
+        try:
+            yield from predict(pair, seed)
+        except ModuleNotFoundError as error:
+            print(f"left out: {package} ({error})", flush=True)
+
+
+def by_symphony(pair: Pair, seed: int) -> Iterator[Prediction]:
+    import_module("symphonypy")  # before the clock starts
+    began = time.process_time()
+    known, to_label = symphony(pair, seed)
+    yield from heads("Symphony", known, to_label, pair[0], time.process_time() - began, seed)
+
+
+def symphony(pair: Pair, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Components of the reference, of which Harmony takes the batches, and the query mapped onto them."""
+    import symphonypy
+
+    chosen = variable(pair[0])
+    reference, query = (part[:, chosen].copy() for part in pair)
+    for cells in (reference, query):
+        sc.pp.normalize_total(cells, target_sum=1e4)
+        sc.pp.log1p(cells)
+    sc.pp.scale(reference, max_value=10)
+    sc.pp.pca(reference, random_state=seed)
+    # A single batch as well: otherwise version 0.2.4 takes the mean of a cluster for the sum of its cells.
+    symphonypy.pp.harmony_integrate(reference, BATCH, random_seed=seed, ncores=1)
+    symphonypy.tl.map_embedding(query, reference, key=BATCH, use_genes_column=None)
+    return reference.obsm["X_pca_harmony"], query.obsm["X_pca_harmony"]
+
+
+def by_scvi(pair: Pair, seed: int) -> Iterator[Prediction]:
+    """Predict from scVI's embedding, and by scANVI, which is trained from the same model."""
+    began = time.process_time()
+    options = {"tuned": True, "early_stopping": True, "max_epochs": epochs(pair[0], "scVI")}
+    query, model = scvi_of_reference(pair, seed, **options)
+    trained = time.process_time() - began
+    known, to_label = scvi_embedded(query, model)
+    yield from heads("scVI", known, to_label, pair[0], time.process_time() - began, seed)
+    began = time.process_time()
+    mapped = scanvi_of_query(query, model, seed, max_epochs=epochs(pair[0], "scANVI"))
+    found = mapped.predict(soft=True)
+    table = labeled(found.to_numpy(), found.columns.to_numpy())
+    yield "scANVI", table, trained + time.process_time() - began
+
+
+def by_scpoli(pair: Pair, seed: int) -> Iterator[Prediction]:
+    began = time.process_time()
+    _, query, model = scpoli_of_query(pair, seed, tuple(epochs(part, "scPoli") for part in pair))
+    found = model.classify(query, get_prob=True)[LABEL]
+    table = pd.DataFrame({"label": found["preds"], "probability": found["uncert"]})
+    yield "scPoli", table, time.process_time() - began
+
+
+def by_popv(pair: Pair, seed: int) -> Iterator[Prediction]:
+    """Predict with popV in an environment of its own; the share of its methods that agree is the probability."""
+    if not (python := os.environ.get("POPV_PYTHON")):
+        print("left out: popV (POPV_PYTHON does not name the interpreter of an environment with it)", flush=True)
+        return
+    chosen = variable(pair[0])
+    with tempfile.TemporaryDirectory() as folder:
+        for name, part in zip(("reference", "query"), pair, strict=True):
+            sparse.save_npz(f"{folder}/{name}.npz", sparse.csr_matrix(part.X[:, chosen]))
+            part.obs[[LABEL, BATCH]].to_csv(f"{folder}/{name}.csv", index=False)
+        limits = [str(epochs(pair[0], name)) for name in ("scVI", "scANVI")]
+        own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        command = [python, str(Path(__file__).with_name("_popv.py")), folder, str(seed), *limits]
+        subprocess.run(command, check=True, env=own)
+        table = pd.read_csv(f"{folder}/predicted.csv", dtype={"label": str}, keep_default_na=False)
+        yield "popV", table[["label", "probability"]], table["cpu_seconds"].iloc[0]
+
+
+EPOCHS = {"scVI": (400, 300_000), "scANVI": (20, 100_000), "scPoli": (50, 200_000)}
+"""Epochs that the authors of a method take, and the most that epochs times cells may be."""
+
+
+def epochs(cells: ad.AnnData, method: str) -> int:
+    usual, most = EPOCHS[method]
+    return min(usual, max(1, most // cells.n_obs))
+
+
+TRAINED = {"symphonypy": by_symphony, "scvi-tools": by_scvi, "scarches": by_scpoli}
+PREDICT = {"scforge": scforge, "simple": baselines, "trained": trained_baselines, "popv": by_popv}
 
 
 def labeled(probabilities: np.ndarray, classes: np.ndarray) -> pd.DataFrame:
@@ -222,8 +342,8 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     for task in args.tasks:
         for run in range(args.first_run, min(args.first_run + args.runs, RUNS.get(task, np.inf))):
             pair = task_pair(task, args.data, run)
-            for predict in (scforge, baselines):
-                for method, table, seconds in predict(pair, run):
+            for methods in args.methods:
+                for method, table, seconds in PREDICT[methods](pair, run):
                     found = {**scores(table, pair), "cpu_seconds": seconds}
                     name, _, few = method.partition(" few ")
                     print(
@@ -258,6 +378,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=["tuning"], choices=[*groups, *QUESTIONS])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--first-run", type=int, default=0)
+    parser.add_argument("--methods", nargs="+", default=["scforge", "simple"], choices=list(PREDICT))
     parser.add_argument("--docs", nargs="+", type=Path, help="pages to write tables into; nothing is measured")
     args = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -28,6 +28,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anndata as ad
 import numpy as np
@@ -103,8 +104,13 @@ def harmony(pair: Pair, seed: int, *, scale: bool) -> tuple[np.ndarray, np.ndarr
     return halves(harmony_correct(found, both.obs[BATCH].astype(str).to_numpy(), seed=seed), pair)
 
 
-def scvi_of_reference(pair: Pair, seed: int, *, tuned: bool, early_stopping: bool = False) -> tuple[ad.AnnData, object]:
-    """Return the query's variable genes and a scVI model of the reference, which labels do not change."""
+def scvi_of_reference(
+    pair: Pair, seed: int, *, tuned: bool, early_stopping: bool = False, max_epochs: int | None = None
+) -> tuple[ad.AnnData, object]:
+    """Return the query's variable genes and a scVI model of the reference, which labels do not change.
+
+    With `max_epochs`, the weight of the KL divergence rises to one over these, as it does over the default's 400.
+    """
     import scvi as tools
 
     tools.settings.seed = seed
@@ -113,15 +119,20 @@ def scvi_of_reference(pair: Pair, seed: int, *, tuned: bool, early_stopping: boo
     tools.model.SCVI.setup_anndata(reference, batch_key=BATCH, labels_key=LABEL)
     options = {"n_latent": 30, "n_layers": 2, "gene_likelihood": "nb"} if tuned else {}
     model = tools.model.SCVI(reference, **options)
-    model.train(enable_progress_bar=False, accelerator="cpu", early_stopping=early_stopping)
+    warmup = {} if max_epochs is None else {"max_epochs": max_epochs, "plan_kwargs": {"n_epochs_kl_warmup": max_epochs}}
+    model.train(enable_progress_bar=False, accelerator="cpu", early_stopping=early_stopping, **warmup)
     return query, model
 
 
 def scvi(pair: Pair, seed: int, *, tuned: bool) -> tuple[np.ndarray, np.ndarray]:
     """scVI of the reference; its encoder, which is not told the batch, embeds the query."""
+    return scvi_embedded(*trained_once(pair, lambda: scvi_of_reference(pair, seed, tuned=tuned), f"scvi {tuned}"))
+
+
+def scvi_embedded(query: ad.AnnData, model: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return what a scVI model embeds its reference and the query as; nothing is learned of the query."""
     import scvi as tools
 
-    query, model = trained_once(pair, lambda: scvi_of_reference(pair, seed, tuned=tuned), f"scvi {tuned}")
     query = query.copy()
     query.obs[LABEL] = model.adata.obs[LABEL].iloc[0]
     mapped = tools.model.SCVI.load_query_data(query, model)
@@ -130,24 +141,36 @@ def scvi(pair: Pair, seed: int, *, tuned: bool) -> tuple[np.ndarray, np.ndarray]
 
 
 def scanvi(pair: Pair, seed: int) -> np.ndarray:
-    """Return the labels that scANVI predicts, initialized from "scVI, larger"; nothing is learned of the query."""
+    """Return the labels that scANVI predicts, initialized from "scVI, larger"."""
+    query, model = trained_once(pair, lambda: scvi_of_reference(pair, seed, tuned=True), "scvi True")
+    return np.asarray(scanvi_of_query(query, model, seed).predict(), dtype=str)
+
+
+def scanvi_of_query(query: ad.AnnData, model: Any, seed: int, *, max_epochs: int = 20) -> Any:
+    """Return scANVI for the query, trained from a scVI model of the reference; nothing is learned of the query."""
     import scvi as tools
 
-    query, model = trained_once(pair, lambda: scvi_of_reference(pair, seed, tuned=True), "scvi True")
     query = query.copy()
     tools.settings.seed = seed
     model = tools.model.SCANVI.from_scvi_model(model, unlabeled_category="unlabeled")
-    model.train(enable_progress_bar=False, accelerator="cpu", max_epochs=20)
+    model.train(enable_progress_bar=False, accelerator="cpu", max_epochs=max_epochs)
     query.obs[LABEL] = "unlabeled"
     mapped = tools.model.SCANVI.load_query_data(query, model)
     mapped.is_trained = True  # nothing is learned of the query
-    return np.asarray(mapped.predict(), dtype=str)
+    return mapped
 
 
 def scpoli(pair: Pair, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """scPoli of the reference and its labels; of the query it learns the vector of the batch, without labels.
+    """scPoli of the reference and its labels, with the epochs of its tutorials."""
+    *parts, model = scpoli_of_query(pair, seed)
+    return tuple(model.get_latent(part, mean=True) for part in parts)
 
-    Epochs and weights are those of its tutorials.
+
+def scpoli_of_query(pair: Pair, seed: int, epochs: tuple[int, int] = (50, 50)) -> tuple[ad.AnnData, ad.AnnData, Any]:
+    """Return variable genes of both, and scPoli trained on the reference and its labels, then on the query.
+
+    Of the query it learns the vectors of the batches, without labels. `epochs` are those on the reference and on the
+    query; the first 80 % learn no prototypes of labels, as in its tutorials, of which the weights are as well.
     """
     ad.read = ad.read_h5ad  # removed from anndata; scArches imports it
     from scarches.models.scpoli import scPoli
@@ -167,17 +190,17 @@ def scpoli(pair: Pair, seed: int) -> tuple[np.ndarray, np.ndarray]:
         "lr_patience": 13,
         "lr_factor": 0.1,
     }
-    options = {"n_epochs": 50, "pretraining_epochs": 40, "early_stopping_kwargs": stop}
+    first, then = ({"n_epochs": n, "pretraining_epochs": n * 4 // 5, "early_stopping_kwargs": stop} for n in epochs)
     # Masks, where it expects positions: those do not index a Series of pandas 3.
     keys = {"condition_keys": BATCH, "cell_type_keys": LABEL}
     model = scPoli(
         reference, **keys, embedding_dims=5, recon_loss="nb", labeled_indices=np.ones(reference.n_obs, dtype=bool)
     )
-    model.train(**options, eta=5)
+    model.train(**first, eta=5)
     mapped = scPoli.load_query_data(query, model, labeled_indices=np.zeros(query.n_obs, dtype=bool))
-    mapped.train(**options, eta=10)
+    mapped.train(**then, eta=10)
     mapped.model.eval()
-    return tuple(mapped.get_latent(part, mean=True) for part in (reference, query))
+    return reference, query, mapped
 
 
 def celltypist(pair: Pair, seed: int) -> np.ndarray:
