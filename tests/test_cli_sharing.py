@@ -90,7 +90,8 @@ def test_remarks_stand_beside_the_result(hub, model: Encoder, capsys, monkeypatc
         assert main(["push", "base", "org/light"]) == 0
         shown = capsys.readouterr()
         assert shown.out == f"{hub.url}/org/light\n"
-        told = "These files are not part of a shared model and were not uploaded: 'adata.h5ad', 'notes'."
+        told = "These files are not part of a shared model and were not uploaded: 'adata.h5ad', 'notes', "
+        told += "'reference.safetensors'."
         assert shown.err.count(told) == 1
     hub.add_file("org/light", "pytorch_model.bin", b"\x80\x04cos\nsystem\n")
     monkeypatch.setattr(logging.getLogger(), "handlers", [])

@@ -21,7 +21,7 @@ from scforge.errors import (
 )
 from scforge.estimators import Encoder
 
-FILES = ["README.md", "config.json", "model.safetensors", "vocab.json"]
+FILES = ["README.md", "config.json", "model.safetensors", "reference.safetensors", "vocab.json"]
 
 
 @pytest.fixture

@@ -63,6 +63,24 @@ def test_there_and_back(hub, model: Encoder, build, quick: dict) -> None:
     assert "its weights are random" in hub.files("org/random")["README.md"].decode()
 
 
+def test_labeled_cells_are_pushed_on_request_only(hub, model: Encoder, tmp_path: Path) -> None:
+    model.push_to_hub("org/light")
+    assert "reference.safetensors" not in hub.files("org/light")
+    model.push_to_hub("org/light", reference=True)
+    assert "counts of 60 labeled" in " ".join(hub.files("org/light")["README.md"].decode().split())
+    loaded = Encoder.load("hf://org/light")
+    expected = model.transfer_labels(model.adata[:20].copy())
+    pd.testing.assert_frame_equal(loaded.transfer_labels(model.adata[:20].copy()), expected)
+    model.save(tmp_path / "model")
+    upload(tmp_path / "model", "org/light")
+    assert "reference.safetensors" not in hub.files("org/light"), "it is removed from the repository"
+    with pytest.raises(OptionError, match="nor saved reference cells"):
+        Encoder.load("hf://org/light").transfer_labels(model.adata[:20].copy())
+    upload(tmp_path / "model", "org/light", reference=True)
+    pulled = pull_folder("hf://org/light", tmp_path / "pulled")
+    assert (pulled / "reference.safetensors").exists()
+
+
 def test_what_was_told_is_on_the_card_and_stays_with_the_model(hub, model: Encoder, tmp_path: Path) -> None:
     told = {"license": "Apache-2.0", "data": ["org/cells", "others"], "citation": "Somebody 2026", "metrics": TABLE}
     model.push_to_hub("org/light", **told)

@@ -13,7 +13,10 @@ from scforge.hub import known_models, resolve
 from scforge.hub.finding import find_registered, is_hub_name, is_registry_name
 from scforge.workflows.models import check_model_folder
 
-SHIPPED = {"pbmc3k-light": "Light encoder trained on PBMC 3k, for tests and tutorials"}
+SHIPPED = {
+    "human-blood": "Light encoder with labeled reference cells of human blood, for scforge.annotate",
+    "pbmc3k-light": "Light encoder trained on PBMC 3k, for tests and tutorials",
+}
 A, B = "a" * 40, "b" * 40
 
 
@@ -39,7 +42,7 @@ def test_the_shipped_registry(monkeypatch: pytest.MonkeyPatch, pbmc: ad.AnnData)
     """Every name in it loads without a network, and embeds cells whose genes are symbols or ids."""
     monkeypatch.delenv("SCFORGE_MODELS", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert list(known_models()) == ["pbmc3k-light"]
+    assert list(known_models()) == list(SHIPPED)
     cells = pbmc[:100].copy()
     model = Encoder.load("scforge://pbmc3k-light", cells)
     latent = model.get_latent_representation()

@@ -89,6 +89,7 @@ COMMANDS = {
     "soma train": ("run", SOMA),
     "embed zarr": ("out.zarr", "embed CELLS -m MODEL -o out.zarr --quiet"),
     "embed h5ad": ("out.h5ad", "embed CELLS -m MODEL -o out.h5ad --quiet"),
+    "annotate": ("out.h5ad", "annotate CELLS --reference MODEL -o out.h5ad --quiet"),
     "predict": ("out.csv", "predict CELLS -m ANNOTATOR -o out.csv"),
     "evaluate table": ("out.csv", "evaluate CELLS -m ANNOTATOR -o out.csv --no-intervals --no-baselines"),
     "evaluate report": ("out", "evaluate CELLS -m MODEL -o out --labels-key cell_type --benchmarks geometry --seeds 1"),
