@@ -46,7 +46,8 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_files(result: Path) -> None:
     reports = {f"report.{ending}" for ending in ("md", "html", "json", "csv")}
-    assert {path.name for path in result.iterdir()} == {"cells.h5ad", "model", "quickstart.json", "umap.png", *reports}
+    files = {"blood.png", "cells.h5ad", "model", "quickstart.json", "umap.png"}
+    assert {path.name for path in result.iterdir()} == files | reports
     picture = matplotlib.image.imread(result / "umap.png")
     # Two rows of three embeddings.
     for half in np.array_split(picture[..., :3], 2, axis=0):
