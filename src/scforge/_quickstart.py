@@ -92,8 +92,8 @@ def run(output: str | os.PathLike[str] = "quickstart", *, overwrite: bool = Fals
     Parameters
     ----------
     output
-        Folder for ``umap.png``, ``blood.png``, ``report.md``, ``report.html``, ``report.json``, ``report.csv``, ``cells.h5ad``,
-        ``quickstart.json`` (checksums of pictures and cells) and the saved model ``model``.
+        Folder for ``umap.png``, ``blood.png``, ``report.md``, ``report.html``, ``report.json``, ``report.csv``,
+        ``cells.h5ad``, ``quickstart.json`` (checksums of pictures and cells) and the saved model ``model``.
     overwrite
         Whether to replace the results of an earlier run.
 
@@ -154,8 +154,8 @@ def run(output: str | os.PathLike[str] = "quickstart", *, overwrite: bool = Fals
     truth = blood.obs.pop("cell_type").map(_BLOOD_NAMES).astype(str)
     is_right = scforge.annotate(blood, _BLOOD).labels["label"].astype(str) == truth
     report.facts["blood"] = (
-        f"{_N_BLOOD} cells of PBMC 3k, labeled by {_BLOOD}, which was trained on other cells of this donor and two more "
-        f"data sets: {is_right.mean():.1%} of the labels are those of the published clusters (blood.png)"
+        f"{_N_BLOOD} cells of PBMC 3k, labeled by {_BLOOD}, which was trained on other cells of this donor and on two "
+        f"more data sets: {is_right.mean():.1%} of the labels are those of the published clusters (blood.png)"
     )
     logger.info("Plotting ...")
     models[0].save(folder / "model", overwrite=overwrite)
@@ -170,9 +170,8 @@ def run(output: str | os.PathLike[str] = "quickstart", *, overwrite: bool = Fals
         listed.write_text(json.dumps({"scforge_version": scforge.__version__, "sha256": sums}) + "\n", encoding="utf-8")
     report.write(folder, overwrite=overwrite)
     print(report.to_markdown())
-    print(
-        f"Done in {time.perf_counter() - start:.0f} s. Look at {folder / 'umap.png'}, {folder / 'blood.png'} and {folder / 'report.md'}."
-    )
+    look = ", ".join(str(folder / name) for name in ("umap.png", "blood.png", "report.md"))
+    print(f"Done in {time.perf_counter() - start:.0f} s. Look at {look}.")
     return report
 
 
