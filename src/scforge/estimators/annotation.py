@@ -44,6 +44,15 @@ class AnnotationReport:
         What to check, as sentences.
     model
         The model, which can label further cells.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> cells = scforge.datasets.pbmc3k()
+    >>> report = scforge.annotate(cells[300:400, :300].copy(), cells[:300, :300].copy())
+    >>> report.facts["reference"]
+    '291 labeled cells in 1 batch'
+    >>> report.model.save("blood", overwrite=True)
     """
 
     labels: pd.DataFrame
