@@ -32,6 +32,7 @@ _NAMES = {
         "workflows",
     )
 }
+_NAMES["annotate"] = "scforge.estimators.annotation"
 
 __all__ = [
     "__version__",
@@ -55,6 +56,4 @@ __all__ = [
     "workflows",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    __name__, {**_NAMES, "__version__": "scforge._version", "annotate": "scforge.estimators.annotation"}
-)
+__getattr__, __dir__ = lazy_names(__name__, {**_NAMES, "__version__": "scforge._version"})
