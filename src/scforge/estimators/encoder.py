@@ -17,7 +17,6 @@ import pandas as pd
 import torch
 from anndata import AnnData
 from scipy import sparse
-from sklearn.neighbors import KNeighborsClassifier
 
 from scforge._checks import check_count, check_key, check_known, check_seed, check_share
 from scforge._columns import labels_of, texts_of
@@ -72,7 +71,7 @@ from scforge.finetuning.consensus import VIEWS, Labeled, consensus
 from scforge.finetuning.heads import FineTunedModule, QueryMapping
 from scforge.finetuning.held_out import CellFingerprints, fingerprints
 from scforge.finetuning.labels import broader_labels, decide_labels
-from scforge.finetuning.new_cells import LabeledCells, NewCells, choose_labeled, votes_of
+from scforge.finetuning.new_cells import LabeledCells, NewCells, choose_labeled, neighbor_votes
 from scforge.finetuning.reference import MOST_CELLS, choose_reference
 from scforge.finetuning.splits import Split
 from scforge.finetuning.supervised import SupervisedTask
@@ -1167,7 +1166,8 @@ class Encoder(CellModel):
             ``"consensus"``, see above; ``"linear"`` for a logistic regression on the embedding only; or ``"knn"``, in
             which each of the `n_neighbors` nearest reference cells votes with the weight ``exp(-d^2 / (2 s^2))``, where
             d is its distance and s the mean distance of the neighbors. The probability is then the weighted fraction of
-            votes, as in scArches (Lotfollahi et al. 2022, Nature Biotechnology 40, 121-130).
+            votes, as in scArches (Lotfollahi et al. 2022, Nature Biotechnology 40, 121-130). If more than a billion
+            distances would be computed, neighbors are found by an approximate search.
         n_neighbors
             Number of reference cells that vote with ``method="knn"``.
         key_added
@@ -1276,9 +1276,10 @@ class Encoder(CellModel):
         is_unknown: np.ndarray | None = None
         facts: dict[str, Any] = {}
         if method == "knn":
-            voters = KNeighborsClassifier(min(n_neighbors, len(rows)), weights=votes_of).fit(landmarks, codes)
-            probabilities = np.zeros((len(embedding), len(categories)))
-            probabilities[:, voters.classes_] = voters.predict_proba(embedding)
+            n_classes = len(categories)
+            probabilities = neighbor_votes(
+                landmarks, codes, embedding, n_neighbors=n_neighbors, n_classes=n_classes, seed=self.seed
+            )
         else:
             sampled = reference_cells.sample(len(rows), rows=rows)
             batches = opener._batches_of(learned, reference_cells)[rows]
@@ -1294,7 +1295,13 @@ class Encoder(CellModel):
             probabilities = voted.probabilities
             columns = {"agreement": voted.agreement} if method == "consensus" else {}
             columns["p_value"] = voted.p_values
-            is_unknown = None if unknown is None else voted.p_values < unknown
+            if unknown is not None:
+                is_unknown = voted.p_values < unknown
+                if np.isnan(voted.p_values).all():
+                    warn(
+                        f"unknown={unknown} has no effect, because the reference has too few cells for p-values: "
+                        f"{len(rows)}, and at least 50 are needed."
+                    )
             facts = {"temperature": voted.temperature, "weights": voted.weights, "n_batches": len(np.unique(batches))}
         labeled = decide_labels(
             probabilities, categories, min_probability=min_probability, broader=parents, is_unknown=is_unknown

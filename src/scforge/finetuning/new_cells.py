@@ -21,6 +21,7 @@ _MOST, _NEIGHBORS, _NEAREST = 2_000, 30, 5
 """Maximum number of labeled cells, number of neighbors that vote, and number of neighbors for distances."""
 _FOLDS, _LEAST = 5, 50
 """Number of folds for the temperature, and minimum number of cells for folds and for warnings."""
+_MOST_DISTANCES = 10**9
 _TINY = 1e-6
 _FEW_GENES, _LARGE_FACTOR, _MANY_FAR = 0.5, 1.4, 0.2
 """Fraction of genes, factor of expression, and fraction of distant cells from which predictions are unreliable."""
@@ -31,6 +32,31 @@ def votes_of(distances: np.ndarray) -> np.ndarray:
     # Cells at the position of all their neighbors count each neighbor equally.
     scale = np.maximum(distances.mean(axis=1, keepdims=True), np.finfo(np.float32).tiny)
     return np.exp(-0.5 * np.square(distances / scale))
+
+
+def neighbor_votes(
+    labeled: np.ndarray, classes: np.ndarray, others: np.ndarray, *, n_neighbors: int, n_classes: int, seed: int = 0
+) -> np.ndarray:
+    """Return the weighted fraction of votes of the nearest labeled cells for each class, float64, shape (N, C).
+
+    Neighbors are found by an approximate search (pynndescent) if the number of distances exceeds a billion.
+    """
+    from sklearn.neighbors import NearestNeighbors
+
+    k = min(n_neighbors, len(labeled))
+    if len(labeled) * len(others) <= _MOST_DISTANCES:
+        distances, nearest = NearestNeighbors(n_neighbors=k).fit(labeled).kneighbors(others)
+    else:
+        from pynndescent import NNDescent
+
+        index = NNDescent(labeled, n_neighbors=max(k, _NEIGHBORS), random_state=seed)
+        nearest, distances = index.query(others, k=k)
+    weights = votes_of(np.asarray(distances, dtype=np.float64))
+    cells = np.repeat(np.arange(len(others)), k)
+    size = len(others) * n_classes
+    votes = np.bincount(cells * n_classes + classes[nearest].ravel(), weights=weights.ravel(), minlength=size)
+    votes = votes.reshape(len(others), n_classes)
+    return votes / votes.sum(axis=1, keepdims=True)
 
 
 def choose_labeled(classes: np.ndarray, *, seed: int, most: int = _MOST) -> np.ndarray:
@@ -89,15 +115,11 @@ class LabeledCells:
 
     def probabilities(self, embeddings: np.ndarray, n_classes: int) -> np.ndarray:
         """Return the mean of a balanced logistic regression and of neighbor votes, float64, shape (N, C)."""
-        from sklearn.neighbors import KNeighborsClassifier
-
         mean, scale = self.embeddings.mean(axis=0), np.maximum(self.embeddings.std(axis=0), _TINY)
         balanced = balanced_weights(self.classes, n_classes)
         weights, biases = fit_logistic((self.embeddings - mean) / scale, self.classes, n_classes, balanced)
         found = probabilities_of((embeddings - mean) / scale @ weights.T + biases)
-        voters = KNeighborsClassifier(min(_NEIGHBORS, len(self.classes)), weights=votes_of)
-        voters.fit(self.embeddings, self.classes)
-        found[:, voters.classes_] += voters.predict_proba(embeddings)
+        found += neighbor_votes(self.embeddings, self.classes, embeddings, n_neighbors=_NEIGHBORS, n_classes=n_classes)
         return found / found.sum(axis=1, keepdims=True)
 
     def share_far(self, embeddings: np.ndarray) -> float:
