@@ -58,8 +58,8 @@ test-cz: ## Run the tests of the adapter to cz-benchmarks, with the real package
 results: ## Rewrite the tables and figures of the documentation from benchmarks/results, and measure nothing
 	@$(INSTALL) test
 	$(VENV)/bin/python benchmarks/embedding_quality.py --docs docs/embeddings.md
-	$(VENV)/bin/python benchmarks/transfer.py --docs docs/transfer.md README.md
-	$(VENV)/bin/python benchmarks/label_transfer.py --docs docs/reference_mapping.md
+	$(VENV)/bin/python benchmarks/transfer.py --docs docs/transfer.md
+	$(VENV)/bin/python benchmarks/label_transfer.py --docs docs/reference_mapping.md docs/transfer.md README.md
 	$(VENV)/bin/python benchmarks/unknown_types.py --docs docs/reference_mapping.md
 	$(VENV)/bin/python benchmarks/annotation.py --docs docs/fine_tuning.md
 	$(VENV)/bin/python benchmarks/integration.py --docs docs/embeddings.md

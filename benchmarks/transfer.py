@@ -15,7 +15,7 @@ The results go into ``benchmarks/results/transfer.csv``, from which ``--table`` 
     python benchmarks/transfer.py --data FOLDER --runs 5
     python benchmarks/transfer.py --tasks condition --methods "scforge, mapped" PCA --runs 2
     python benchmarks/transfer.py --table
-    python benchmarks/transfer.py --docs docs/transfer.md README.md
+    python benchmarks/transfer.py --docs docs/transfer.md
 """
 
 from __future__ import annotations
