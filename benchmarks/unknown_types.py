@@ -1,9 +1,9 @@
 """How many query cells of a type that the reference lacks are found, and how many others are called unknown?
 
 Each type that reference and query share is left out of the reference in turn, before training. "scforge" calls cells
-unknown whose p-value is below 0.05 (``transfer_labels(unknown=0.05)``). All methods are also compared by the AUROC, and
-by the share of unknown cells that they find (`found_at_5`) if exactly 5 % of the other query cells are called unknown,
-which nobody can set without labels of the query. The other methods are one minus the highest probability of a logistic
+unknown whose p-value is at most 0.05 (``transfer_labels(unknown=0.05)``). Other scores are the AUROC and
+the share of unknown cells that a method finds (`found_at_5`) if exactly 5 % of the other query cells are called
+unknown, which nobody can set without labels of the query. The other methods are one minus the highest probability of a logistic
 regression on genes, of CellTypist's method, and of the consensus, and the mean distance to the 15 nearest reference
 cells in principal components. Averages weight each left-out type equally. Tasks are in ``_transfer_tasks.py``: the
 measures and weights of the p-value were chosen on those for tuning. The results go into
@@ -66,7 +66,7 @@ def scores(found: np.ndarray, is_new: np.ndarray, *, with_rate: bool) -> dict[st
     limit = np.quantile(found[~is_new], 1 - RATE)
     result = {"auroc": roc_auc_score(is_new, found), "found_at_5": float((found[is_new] > limit).mean())}
     if with_rate:
-        is_unknown = found > -RATE
+        is_unknown = found >= -RATE
         result |= {"found": float(is_unknown[is_new].mean()), "false": float(is_unknown[~is_new].mean())}
     return result
 

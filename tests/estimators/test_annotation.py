@@ -204,8 +204,8 @@ def test_an_unsure_cell_gets_a_broader_label(model: Encoder) -> None:
     table = model.transfer_labels(vague, min_probability=0.99, broader=BROADER)
     assert {"T", "unassigned"} & set(table["label"])
     probability = table["probability"]
-    assert set(table["label"][probability >= 0.99]) <= set(KINDS)
-    assert not set(table["label"][probability < 0.99]) & set(KINDS)
+    assert set(table["label"][probability < 0.99]) <= {"unassigned"}
+    assert {"T", "B", *KINDS} >= set(table["label"][probability >= 0.99])
     by_column = model.transfer_labels(vague, min_probability=0.99, broader="broad")
     pd.testing.assert_series_equal(by_column["label"].astype(str), table["label"].astype(str))
     strict = model.transfer_labels(vague, min_probability=0.99)
@@ -224,7 +224,7 @@ def test_an_unknown_type_is_found(model: Encoder) -> None:
     is_unknown = (table["label"] == "unknown").to_numpy()
     assert is_unknown[is_new].mean() > 0.5
     assert is_unknown[~is_new].mean() < 0.3
-    np.testing.assert_array_equal(is_unknown, table["p_value"] < 0.05)
+    np.testing.assert_array_equal(is_unknown, table["p_value"] <= 0.05)
     with pytest.raises(OptionError, match="method='knn'"):
         model.transfer_labels(adata, unknown=0.05, method="knn")
     with pytest.raises(OptionError, match=r"unknown=2"):
@@ -294,7 +294,7 @@ def test_the_same_cells_are_noticed(model: Encoder, query: ad.AnnData) -> None:
         scforge.annotate(query, query)
     both = ad.concat([query, cells(240)[:10]], join="inner")
     report = scforge.annotate(both, model)
-    assert "10 query cells are also in the reference" in report.to_markdown()
+    assert "10 query cells are also labeled reference cells" in report.to_markdown()
 
 
 def test_few_or_equal_cells_get_labels(model: Encoder, query: ad.AnnData) -> None:
@@ -352,3 +352,66 @@ def test_from_files_on_the_command_line(model: Encoder, query: ad.AnnData, tmp_p
         assert main(wrong.split()) == 2
         assert message in capsys.readouterr().err
     assert not Path("new.csv").exists()
+
+
+def test_other_cells_of_a_loaded_model_are_not_its_reference(model: Encoder, query: ad.AnnData, tmp_path: Path) -> None:
+    model.save(tmp_path / "model")
+    expected = model.transfer_labels(query.copy())
+    own = cells(90, seed=5)
+    own.obs["cell_type"] = "x" + own.obs["cell_type"].astype(str)
+    for attached in (own, query.copy()):
+        loaded = Encoder.load(tmp_path / "model", attached)
+        pd.testing.assert_frame_equal(scforge.annotate(query.copy(), loaded).labels, expected)
+        loaded.save(tmp_path / "again", overwrite=True)
+        assert set(Encoder.load(tmp_path / "again")._reference.obs["cell_type"]) == set(KINDS)
+    other = Encoder.load(tmp_path / "model")
+    table = model.transfer_labels(query.copy(), reference=other)
+    pd.testing.assert_frame_equal(table, expected)
+    other.save(tmp_path / "few", reference=6)
+    assert set(Encoder.load(tmp_path / "few")._reference.obs["cell_type"]) == set(KINDS)
+
+
+def test_columns_of_an_earlier_method_do_not_stay(model: Encoder, query: ad.AnnData) -> None:
+    model.transfer_labels(query, key_added="kind")
+    model.transfer_labels(query, key_added="kind", method="knn")
+    assert [name for name in query.obs if name.startswith("kind")] == ["kind", "kind_probability"]
+
+
+def test_options_are_checked_before_training(query: ad.AnnData, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Encoder, "train", lambda *_, **__: pytest.fail("trained"))
+    for name, (value, message) in {
+        "unknown": (5, "unknown=5"),
+        "min_probability": (2, "min_probability=2"),
+        "broader": ("typo", "'typo' is not a column"),
+        "key_added": ("a/b", "key_added='a/b'"),
+        "labels_key": ("a/b", "labels_key='a/b'"),
+        "reference": (Encoder.load("scforge://pbmc3k-light", False), "neither|genes"),
+    }.items():
+        arguments = {"reference": cells(), name: value}
+        with pytest.raises((DataError, OptionError), match=message):
+            scforge.annotate(query, arguments.pop("reference"), **arguments)
+    for broader, text in {"unassigned": "no label for 't2'", "nan": "no label for 't2'"}.items():
+        parent = float("nan") if broader == "nan" else broader
+        with pytest.raises(OptionError, match=text):
+            scforge.annotate(query, cells(), broader={"t0": "T", "t1": "T", "t2": parent})
+    with pytest.raises(OptionError, match="broader is of type 'list'"):
+        scforge.annotate(query, cells(), broader=["T"])
+
+
+def test_models_that_cannot_be_a_reference(model: Encoder, query: ad.AnnData, tmp_path: Path) -> None:
+    untrained = Encoder(model.adata, n_top_genes=60, hidden_dim=8)
+    with pytest.raises(OptionError, match="reference is not trained"):
+        scforge.annotate(query, untrained)
+    with pytest.raises(OptionError, match=r"call its transfer_labels\(\)"):
+        scforge.annotate(query, Encoder.load_query_data(query.copy(), model))
+    with pytest.raises(OptionError, match=r"key_added='X_scforge'"):
+        scforge.annotate(query, model, key_added="X_scforge")
+    with pytest.warns(ScforgeWarning, match="reference=30 has no effect"):
+        Encoder.load_query_data(query.copy(), model).save(tmp_path / "query", reference=30)
+
+
+def test_a_reference_with_few_cells_finds_nothing_unknown(model: Encoder, query: ad.AnnData) -> None:
+    with pytest.warns(ScforgeWarning, match="unknown=0.05 has no effect"):
+        table = model.transfer_labels(query, reference=cells(30), unknown=0.05)
+    assert "unknown" not in set(table["label"])
+    assert table["p_value"].isna().all()

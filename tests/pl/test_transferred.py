@@ -22,8 +22,9 @@ def labeled() -> ad.AnnData:
     adata.obs["kind_probability"] = generator.random(40).astype(np.float32)
     adata.obsm["X_scforge"] = generator.normal(size=(40, 4)) + 5 * (np.arange(40) % 2)[:, None]
     reference = generator.normal(size=(60, 4)) + 5 * (np.arange(60) % 2)[:, None]
-    made = {"reference_embedding": reference, "reference_labels": kinds[np.arange(60) % 2].astype(object)}
-    adata.uns["scforge"] = {"kind": {**made, "labels_key": "cell_type"}, "X_scforge": {"n_latent": 4}}
+    made: dict = {"embedding_key": "X_scforge", "model": "a"}
+    made |= {"reference_embedding": reference, "reference_labels": kinds[np.arange(60) % 2].astype(object)}
+    adata.uns["scforge"] = {"kind": {**made, "labels_key": "cell_type"}, "X_scforge": {"model": "a"}}
     return adata
 
 
@@ -54,6 +55,9 @@ def test_what_cannot_be_plotted(labeled: ad.AnnData) -> None:
         annotation(labeled, axes=plt.subplots(1, 2)[1])
     with pytest.raises(DataError, match="'other'"):
         annotation(labeled, "other")
+    labeled.uns["scforge"]["X_scforge"] = {"n_latent": 4}
+    with pytest.raises(DataError, match="is not the embedding that the labels in 'kind' were made with"):
+        annotation(labeled)
     labeled.obs["second"] = labeled.obs["kind"]
     labeled.uns["scforge"]["second"] = labeled.uns["scforge"]["kind"]
     with pytest.raises(OptionError, match="several columns"):

@@ -7,27 +7,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from anndata import AnnData
 
-from scforge._checks import check_seed
+from scforge._checks import check_key, check_seed, check_share
 from scforge._columns import labels_of
 from scforge._constants import UNS_KEY
 from scforge._progress import announce
 from scforge._text import markdown
-from scforge.data.checks import check_adata, check_obs_column
+from scforge.data.checks import check_adata, check_obs_column, inherited_batch_key
 from scforge.data.sources import read_h5ad
 from scforge.errors import DataError, OptionError, listing, warn
 from scforge.estimators.encoder import Encoder
-from scforge.finetuning.held_out import fingerprints
+from scforge.finetuning.labels import broader_labels
 
 _DEFAULT_KEY = "cell_type"
 _UNSURE, _FEW_GENES = 0.5, 0.5
 """Probability of a label below which a cell is unsure, and fraction of found genes below which the report warns."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AnnotationReport:
     """Result of :func:`annotate`.
 
@@ -42,6 +41,8 @@ class AnnotationReport:
         Facts about reference and query as text, by name.
     notes
         What to check, as sentences.
+    key
+        Name of the label column in ``obs``.
     model
         The model, which can label further cells.
 
@@ -59,6 +60,7 @@ class AnnotationReport:
     summary: pd.DataFrame
     facts: dict[str, str]
     notes: list[str]
+    key: str
     model: Encoder
 
     def to_markdown(self) -> str:
@@ -113,7 +115,8 @@ def annotate(
         Column of the query's ``obs`` with batches. If None, uses the column of the reference, if the query has it.
     layer, gene_key
         Key in ``layers`` with raw counts, and column of ``var`` with the gene names, of the query and of an AnnData
-        that is the reference. If None, uses ``X`` and ``var_names``.
+        that is the reference. If None, uses the places of the model, or ``X`` and ``var_names``. With one of these
+        arguments or `query_batch_key`, the query is set up with :meth:`~scforge.models.Encoder.setup_anndata`.
     unknown, min_probability, broader, key_added
         See :meth:`scforge.models.Encoder.transfer_labels`.
     seed
@@ -145,43 +148,56 @@ def annotate(
     """
     check_adata(query)
     check_seed(seed)
+    for argument, name in {"key_added": key_added, "labels_key": labels_key}.items():
+        check_key(argument, name)
+    for argument, rate in {"unknown": unknown, "min_probability": min_probability}.items():
+        if rate is not None:
+            check_share(argument, rate)
     if isinstance(reference, str | os.PathLike):
         name = os.fspath(reference)
         reference = read_h5ad([name]) if name.endswith(".h5ad") and "://" not in name else Encoder.load(name)
     if reference is query:
         raise OptionError("query and reference are the same AnnData; pass the cells without labels as query.")
     if isinstance(reference, AnnData):
-        model = _model_of(reference, labels_key or _DEFAULT_KEY, batch_key, layer, gene_key, seed)
+        labels_key = labels_key or _DEFAULT_KEY
+        model = _model_of(reference, labels_key, batch_key, layer, gene_key, seed)
+        if broader is not None:
+            column = model._cells().column
+            broader_labels(broader, labels_of(column(labels_key), key=labels_key), column)
     elif isinstance(reference, Encoder):
         if batch_key is not None:
             raise OptionError(f"batch_key={batch_key!r} has no effect if reference is a model; omit batch_key.")
         if reference.spec.tuning is not None:
-            raise OptionError(
-                "reference is a fine-tuned model; call its predict, or pass the model before fine-tuning."
-            )
+            call = "transfer_labels()" if reference._is_query else "predict(query)"
+            raise OptionError(f"reference is a query model or fine-tuned; call its {call}, or pass its base model.")
+        if not reference.is_trained_:
+            raise OptionError("reference is not trained; call reference.train() first, or pass labeled cells.")
         model = reference
     else:
         raise OptionError(f"reference is of type {type(reference).__name__!r}; pass an AnnData, a model or its folder.")
-    labels_key = labels_key or model._setup.get("labels_key")
     if any(key is not None for key in (query_batch_key, layer, gene_key)):
-        query_batch_key = query_batch_key or next((k for k in [model._setup.get("batch_key")] if k in query.obs), None)
-        Encoder.setup_anndata(query, layer=layer, gene_key=gene_key, batch_key=query_batch_key)
-    cells: Any = model._open(query)  # checks counts and genes
+        setup = Encoder._setup_of(query) or model._setup
+        Encoder.setup_anndata(
+            query,
+            layer=layer or setup.get("layer"),
+            gene_key=gene_key or setup.get("gene_key"),
+            batch_key=query_batch_key or inherited_batch_key(query.obs, setup.get("batch_key")),
+        )
+    model._open(query)  # checks counts and genes
     if not model.is_trained_:
-        announce(f"Training on {reference.n_obs:,} reference cells ...")
+        announce(f"Training on {model.adata.n_obs:,} reference cells ...")
         model.train(progress_bar=progress_bar)
+    labels_key = labels_key or model._known_labels_key
     key = f"scforge_{labels_key}_transferred" if key_added is None else key_added
     table = model.transfer_labels(
         query,
         labels_key=labels_key,
-        key_added=key,
+        key_added=key_added,
         unknown=unknown,
         min_probability=min_probability,
         broader=broader,
     )
-    known: Any = model._reference if model.adata is None and model._data is None else model._cells()
-    n_seen = int(np.isin(fingerprints(cells), fingerprints(known)).sum())
-    return _report(table, query.uns[UNS_KEY][key], model, n_seen)
+    return _report(table, query.uns[UNS_KEY][key], model, key)
 
 
 def _model_of(
@@ -202,7 +218,7 @@ def _model_of(
     return Encoder(own, seed=seed)
 
 
-def _report(table: pd.DataFrame, made: Mapping[str, Any], model: Encoder, n_seen: int) -> AnnotationReport:
+def _report(table: pd.DataFrame, made: Mapping[str, Any], model: Encoder, key: str) -> AnnotationReport:
     """Summarize a label transfer."""
     by_label = table.groupby("label", observed=True)
     summary = pd.DataFrame(
@@ -224,12 +240,14 @@ def _report(table: pd.DataFrame, made: Mapping[str, Any], model: Encoder, n_seen
     notes = []
     if overlap < _FEW_GENES:
         notes.append("Less than half of the genes were found; labels are less reliable. Check the gene names.")
-    if n_seen:
-        notes.append(f"{n_seen:,} query cells are also in the reference, so their labels were known.")
+    if made["n_in_reference"]:
+        notes.append(
+            f"{made['n_in_reference']:,} query cells are also labeled reference cells: their labels were known."
+        )
     without = sorted(set(made["reference_labels"]) - set(summary.index))
     if without:
         notes.append(f"No query cell got: {', '.join(without)}.")
     notes.append(
         "Cells of a type that the reference lacks get a label of the reference. Check labels with marker genes."
     )
-    return AnnotationReport(table, summary, facts, notes, model)
+    return AnnotationReport(table, summary, facts, notes, key, model)

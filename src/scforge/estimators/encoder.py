@@ -20,7 +20,7 @@ from scipy import sparse
 
 from scforge._checks import check_count, check_key, check_known, check_seed, check_share
 from scforge._columns import labels_of, texts_of
-from scforge._constants import AUTO_KEY, QUERY_KEY, UNS_KEY
+from scforge._constants import AUTO_KEY, OBSM_KEY, QUERY_KEY, UNS_KEY
 from scforge._io import read_settled
 from scforge._progress import announce
 from scforge._registry import check_options
@@ -323,6 +323,8 @@ class Encoder(CellModel):
             raise
         self._calibrate(data)
         self._keep_labeled(data)
+        if self._setup.get("labels_key") is not None:
+            self._reference = None  # the cells of this training take their place
         if self._obsm_key == QUERY_KEY:
             warn(
                 f"The encoder was trained on the query, so obsm[{QUERY_KEY!r}] is not comparable with the embedding of "
@@ -1173,11 +1175,13 @@ class Encoder(CellModel):
         key_added
             Name of the label column, instead of ``"scforge_<labels_key>_transferred"``.
         unknown
-            Cells whose p-value is below this error rate are labeled ``"unknown"``, e.g. 0.05. The p-value is conformal:
-            the fraction of held-out reference cells of the same label that are at least as unlike the other reference
-            cells. If query and reference differ only by random sampling, this fraction of the cells of known types is
-            called unknown. Between studies the fraction is usually different (:doc:`reference_mapping` shows measured
-            values). Not for ``method="knn"``.
+            Cells whose p-value is at most this error rate are labeled ``"unknown"``, e.g. 0.05. The p-value is
+            conformal: the fraction of held-out reference cells of the same label that are at least as unlike the other
+            reference cells. If query and reference differ only by random sampling, about this fraction of the cells of
+            known types is called unknown. Between studies the fraction is usually different (:doc:`reference_mapping`
+            shows measured values). Rates below 0.05 have no effect on labels with few reference cells, because the
+            smallest p-value is one in the number of held-out cells plus one. P-values are NaN for a reference with
+            fewer than 50 cells. Not for ``method="knn"``.
         min_probability
             Cells whose label has a lower probability are labeled ``"unassigned"``, or get a broader label. Cells of a
             type that is not in the reference often have a high probability nevertheless. If None, uses 0.5 with
@@ -1185,7 +1189,9 @@ class Encoder(CellModel):
         broader
             Column of the reference's ``obs`` with broader labels, or a mapping from each label to a broader one. A cell
             with a probability below `min_probability` gets the broader label whose labels have the highest total
-            probability, if the total reaches `min_probability`.
+            probability, if the total reaches `min_probability`; its probability is this total, while agreement and
+            p-value are those of its most probable label. Reference cells saved with a model have no other column, so
+            pass a mapping.
         reference
             The labeled cells, or a model that was trained on them. If None, uses the training cells of this model or,
             for a query model, of its reference model; if they are not available, the reference cells that were saved
@@ -1220,6 +1226,8 @@ class Encoder(CellModel):
         True
         """
         check_key("key_added", key_added)
+        if key_added in (OBSM_KEY, QUERY_KEY):
+            raise OptionError(f"key_added={key_added!r} is the name of an embedding; choose another name.")
         check_count("n_neighbors", n_neighbors, "cells")
         check_known("method", method, ("consensus", "linear", "knn"), "the methods", error=OptionError)
         if unknown is not None:
@@ -1235,7 +1243,8 @@ class Encoder(CellModel):
             raise OptionError("query=None requires a model from load_query_data; pass the cells to label as query.")
         source = self._source(query)
         owner = reference if isinstance(reference, type(self)) else self._base if is_query else self
-        labels_key = labels_key or (owner or self)._setup.get("labels_key")
+        saved: Any = None if owner is None else owner._reference
+        labels_key = labels_key or (owner or self)._known_labels_key
         if key_added is None:
             check_key("labels_key", labels_key)
         if labels_key is None:
@@ -1245,12 +1254,14 @@ class Encoder(CellModel):
         opener = self if owner is reference else owner or self
         if reference is None or owner is reference:
             has_cells = owner is not None and (owner.adata is not None or owner._data is not None)
-            if owner is None or not (has_cells or owner._reference is not None):
+            is_saved = saved is not None and (labels_key in saved.obs or not has_cells)
+            if owner is None or not (has_cells or is_saved):
                 raise OptionError(
                     "the model has neither its training cells nor saved reference cells (save(reference=False), or set "
                     "up without labels); pass labeled cells or a model as reference."
                 )
-            learned = owner._source(None) if has_cells else owner._reference
+            # Other cells may be attached to a loaded model than those it was trained on.
+            learned = saved if is_saved else owner._source(None)
         else:
             learned = opener._source(reference)
         reference_cells = opener._open(learned)
@@ -1282,7 +1293,7 @@ class Encoder(CellModel):
             )
         else:
             sampled = reference_cells.sample(len(rows), rows=rows)
-            batches = opener._batches_of(learned, reference_cells)[rows]
+            batches = (owner or opener)._batches_of(learned, reference_cells)[rows]
             voted = consensus(
                 Labeled(landmarks, sampled, batches, codes),
                 embedding,
@@ -1296,17 +1307,16 @@ class Encoder(CellModel):
             columns = {"agreement": voted.agreement} if method == "consensus" else {}
             columns["p_value"] = voted.p_values
             if unknown is not None:
-                is_unknown = voted.p_values < unknown
+                is_unknown = voted.p_values <= unknown
                 if np.isnan(voted.p_values).all():
                     warn(
                         f"unknown={unknown} has no effect, because the reference has too few cells for p-values: "
                         f"{len(rows)}, and at least 50 are needed."
                     )
             facts = {"temperature": voted.temperature, "weights": voted.weights, "n_batches": len(np.unique(batches))}
-        labeled = decide_labels(
+        labeled, probability = decide_labels(
             probabilities, categories, min_probability=min_probability, broader=parents, is_unknown=is_unknown
         )
-        probability = probabilities.max(axis=1).clip(0.0, 1.0).astype(np.float32)
         table = pd.DataFrame(
             {"label": labeled, "probability": probability, **columns}, index=cell_names(predictor.cells)
         )
@@ -1314,22 +1324,39 @@ class Encoder(CellModel):
             key = f"scforge_{labels_key}_transferred" if key_added is None else key_added
             for column in table:
                 source.obs[key if column == "label" else f"{key}_{column}"] = table[column]
+            for name in {"agreement", "p_value"} - set(table):  # of an earlier transfer by another method
+                if f"{key}_{name}" in source.obs:
+                    del source.obs[f"{key}_{name}"]
             shown = choose_labeled(codes, seed=self.seed)
             facts |= {"method": method, "labels_key": labels_key, "n_reference": len(rows)}
             facts |= {"gene_overlap": predictor.cells.overlap, "counts_kept": predictor.cells.counts_kept}
             facts |= {"reference_embedding": landmarks[shown]}
             facts |= {"reference_labels": np.array(categories, dtype=object)[codes[shown]]}
+            facts |= {"embedding_key": self._obsm_key, "model": digest_of(self._backbone)}
+            if method != "knn":
+                known = fingerprints(sampled)
+                facts["n_in_reference"] = int(np.isin(fingerprints(predictor.cells), known).sum())
             source.uns[UNS_KEY] = {**source.uns.get(UNS_KEY, {}), key: {**self._made_with(), **facts}}
             if source is not learned and (is_query or source is not self.adata):
                 self._keep(source, AUTO_KEY, embedding, predictor.cells)
+                made = source.uns[UNS_KEY][self._obsm_key]
+                made["model"] = facts["model"]
                 if self._landmarks is not None:
-                    source.uns[UNS_KEY][self._obsm_key]["task"] = "adaptation"  # as from load_query_data
+                    made["task"] = "adaptation"  # as from load_query_data
         return table
+
+    @property
+    def _known_labels_key(self) -> str | None:
+        """Column of the saved reference cells with the labels, or that of the setup."""
+        saved: Any = self._reference
+        return self._setup.get("labels_key") if saved is None else str(saved.obs.columns[0])
 
     def _batches_of(self, source: Any, cells: Any) -> np.ndarray:
         """Return the batch of each cell by the setup of an AnnData or of this model; one batch without a key."""
         setup = self._setup_of(source) if isinstance(source, AnnData) else None
         key = (setup or self._setup).get("batch_key")
+        if self._reference is not None and source is self._reference:
+            key = next(iter(cells.obs.columns[1:]), None)
         if key is None or cells.obs is None or key not in cells.obs:
             return np.full(len(cells), "batch")
         found = texts_of(cells.column(key), key=key, argument="batch_key")
@@ -1987,16 +2014,25 @@ class Encoder(CellModel):
             check_count("reference", reference, "cells", least=2)
         most = MOST_CELLS if reference is True else int(reference)
         cells = self._reference_to_save(most) if reference else None
+        if cells is None and not isinstance(reference, bool):
+            warn(
+                f"reference={reference} has no effect, because the model is fine-tuned, or has no training cells with "
+                "at least two labels."
+            )
         self._write(dir_path, overwrite=overwrite, adata=self.adata if save_anndata else None, reference=cells)
         self._origin = self._origin_at(dir_path)
 
     def _reference_to_save(self, most: int = MOST_CELLS) -> CellSource | None:
         """Return labeled training cells, or None if the model has none."""
         key, batch_key = (self._setup.get(name) for name in ("labels_key", "batch_key"))
-        if key is None or self.spec.tuning is not None:
+        if self.spec.tuning is not None:
             return None
-        if self.adata is None and self._data is None:
-            return None if self._reference is None else self._reference.sample(most, seed=self.seed)
+        if self._reference is not None:  # of a loaded model, to which other cells may be attached
+            saved: Any = self._reference
+            columns = [*saved.obs.columns, None]
+            return choose_reference(saved, columns[0], columns[1], most=most, seed=self.seed)
+        if key is None or (self.adata is None and self._data is None):
+            return None
         try:
             cells: Any = self._open(self._source(None))
             return choose_reference(cells, key, batch_key, most=most, seed=self.seed)

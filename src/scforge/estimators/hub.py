@@ -49,6 +49,8 @@ def push_model(
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place) / "model"
             cells = model._reference_to_save() if reference and not adapter_only else None
+            if reference and cells is None:
+                warn("reference=True has no effect, because the model has no labeled training cells to push.")
             text = model._card(name=repo_id, is_adapter=adapter_only, reference=cells) if card is None else card
             if adapter_only:
                 below = model._card_facts().base

@@ -10,7 +10,7 @@ import pandas as pd
 from anndata import AnnData
 
 from scforge._checks import check_positive
-from scforge._columns import UNASSIGNED, labels_of
+from scforge._columns import UNASSIGNED, labels_of, means_no_label, text_of
 from scforge._columns import UNKNOWN as UNKNOWN_TYPE
 from scforge._constants import UNS_KEY
 from scforge.errors import OptionError, listing
@@ -33,8 +33,8 @@ def decide_labels(
     min_probability: float | None = None,
     broader: Mapping[str, str] | None = None,
     is_unknown: np.ndarray | None = None,
-) -> pd.Categorical:
-    """Return the label of each cell.
+) -> tuple[pd.Categorical, np.ndarray]:
+    """Return the label of each cell, and its probability, float32, shape (N,).
 
     Parameters
     ----------
@@ -52,8 +52,9 @@ def decide_labels(
     """
     categories = list(names)
     found = np.array(categories, dtype=object)[probabilities.argmax(axis=1)]
+    of_labels = probabilities.max(axis=1)
     if min_probability is not None:
-        unsure = probabilities.max(axis=1) < min_probability
+        unsure = of_labels < min_probability
         found[unsure] = UNASSIGNED
         if broader is not None:
             parents = sorted({broader[name] for name in names})
@@ -61,12 +62,13 @@ def decide_labels(
             of_parents = probabilities @ belongs
             wider = unsure & (of_parents.max(axis=1) >= min_probability)
             found[wider] = np.array(parents, dtype=object)[of_parents[wider].argmax(axis=1)]
+            of_labels[wider] = of_parents[wider].max(axis=1)
             categories += [parent for parent in parents if parent not in categories]
         categories.append(UNASSIGNED)
     if is_unknown is not None:
         found[is_unknown] = UNKNOWN_TYPE
         categories.append(UNKNOWN_TYPE)
-    return pd.Categorical(found, categories=categories)
+    return pd.Categorical(found, categories=categories), of_labels.clip(0.0, 1.0).astype(np.float32)
 
 
 def broader_labels(broader: Any, labels: pd.Categorical, column: Any) -> dict[str, str]:
@@ -76,16 +78,23 @@ def broader_labels(broader: Any, labels: pd.Categorical, column: Any) -> dict[st
     """
     names = list(labels.categories)
     if isinstance(broader, Mapping):
-        found = {str(name): str(parent) for name, parent in broader.items()}
+        odd = [name for name, parent in broader.items() if not isinstance(parent, str) or means_no_label(parent)]
+        if odd:
+            raise OptionError(f"broader has no label for {listing(map(str, odd))}; map every label to a broader label.")
+        found = {str(text_of(name)): str(parent) for name, parent in broader.items()}
         if missing := [name for name in names if name not in found]:
             raise OptionError(f"broader has no entry for {listing(missing)}; map every label to a broader label.")
         return found
+    if not isinstance(broader, str):
+        raise OptionError(
+            f"broader is of type {type(broader).__name__!r}; pass a column of the reference, or a mapping."
+        )
     parents = labels_of(column(broader), key=str(broader), argument="broader")
     pairs = pd.DataFrame({"label": labels, "parent": parents}).dropna().drop_duplicates()
     counts = pairs["label"].value_counts().reindex(names, fill_value=0)
-    if (odd := counts[counts != 1]).size:
+    if (wrong := counts[counts != 1]).size:
         raise OptionError(
-            f"broader={broader!r} has {odd.iloc[0]} different values for the label {odd.index[0]!r}; pass a column "
+            f"broader={broader!r} has {wrong.iloc[0]} different values for the label {wrong.index[0]!r}; pass a column "
             "with exactly one broader label for each label."
         )
     return dict(zip(pairs["label"], pairs["parent"], strict=True))

@@ -54,8 +54,8 @@ def neighbor_votes(
     weights = votes_of(np.asarray(distances, dtype=np.float64))
     cells = np.repeat(np.arange(len(others)), k)
     size = len(others) * n_classes
-    votes = np.bincount(cells * n_classes + classes[nearest].ravel(), weights=weights.ravel(), minlength=size)
-    votes = votes.reshape(len(others), n_classes)
+    places = cells * n_classes + classes[nearest].ravel()
+    votes = np.bincount(places, weights=weights.ravel(), minlength=size).reshape(len(others), n_classes)
     return votes / votes.sum(axis=1, keepdims=True)
 
 
@@ -63,7 +63,7 @@ def choose_labeled(classes: np.ndarray, *, seed: int, most: int = _MOST) -> np.n
     """Return the positions of at most `most` cells, sorted; classes with few cells keep more of them."""
     order = np.random.default_rng(seed).permutation(len(classes))
     ranks = pd.Series(order).groupby(classes[order]).cumcount().to_numpy()
-    is_first = ranks < most // (2 * len(np.unique(classes)))
+    is_first = ranks < max(most // (2 * len(np.unique(classes))), 1)
     return np.sort(np.concatenate([order[is_first], order[~is_first]])[:most])
 
 

@@ -30,7 +30,9 @@ def choose_reference(
 ) -> CellSource | None:
     """Return at most `most` labeled cells with only their labels and batches, or None for fewer than two labels.
 
-    Small types keep all cells, as in :func:`~scforge.finetuning.new_cells.choose_labeled`. Names of cells are left out.
+    Half of the cells are shared equally among the labels, as in
+    :func:`~scforge.finetuning.new_cells.choose_labeled`. Of a store, only cells in random chunks are considered. Names
+    of cells are left out.
     """
     labels = labels_of(cells.column(labels_key), key=labels_key)
     rows = np.flatnonzero(labels.codes >= 0)
@@ -104,6 +106,7 @@ def read_reference(path: Path, vocab: GeneVocab) -> CellSource:
         )
         is_valid &= totals.dtype == np.float64 and bool(np.isfinite(totals).all()) and bool((totals >= 0).all())
         is_valid &= measured.dtype == bool and len(measured) == vocab.n_genes and bool(obs)
+        is_valid &= all(len(codes) == len(totals) for codes in obs.values())
         overlap, counts_kept = map(float, arrays["fractions"])
         reference = CellSource(matrix, totals, overlap, counts_kept, measured, vocab, pd.DataFrame(obs))
     except (SafetensorError, AttributeError, KeyError, OSError, TypeError, ValueError, RecursionError) as error:

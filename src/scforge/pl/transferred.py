@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from scforge._checks import check_known
-from scforge._constants import OBSM_KEY, UNS_KEY
+from scforge._constants import UNS_KEY
 from scforge._text import literal
 from scforge.errors import DataError, OptionError, listing
 from scforge.pl._style import legend_beside
@@ -51,7 +51,7 @@ def annotation(
     Raises
     ------
     DataError
-        If no labels were transferred.
+        If no labels were transferred, or the embedding was replaced since, or is that of the reference itself.
     OptionError
         If there are several label columns, or a wrong number of axes.
 
@@ -70,7 +70,7 @@ def annotation(
 
     entries = adata.uns.get(UNS_KEY, {})
     keys = [name for name, entry in entries.items() if "reference_embedding" in entry and name in adata.obs]
-    if not keys or OBSM_KEY not in adata.obsm:
+    if not keys:
         raise DataError("adata has no transferred labels; call scforge.annotate(adata, reference) first.")
     if key is None and len(keys) > 1:
         raise OptionError(f"adata has several columns with transferred labels ({listing(keys)}); pass one as key.")
@@ -81,9 +81,15 @@ def annotation(
     elif len(axes) != 3:
         raise OptionError(f"axes has {len(axes)} axes; pass three.")
     entry, rng = entries[key], np.random.default_rng(seed)
+    obsm_key = str(entry["embedding_key"])
+    if obsm_key not in adata.obsm or entries.get(obsm_key, {}).get("model") != entry["model"]:
+        raise DataError(
+            f"adata.obsm[{obsm_key!r}] is not the embedding that the labels in {key!r} were made with; transfer them "
+            "again with this model."
+        )
     rows = np.sort(rng.permutation(adata.n_obs)[:_MOST_CELLS])
     learned = np.asarray(entry["reference_embedding"], dtype=np.float32)
-    reference, query = _places(learned, np.asarray(adata.obsm[OBSM_KEY])[rows], seed)
+    reference, query = _places(learned, np.asarray(adata.obsm[obsm_key])[rows], seed)
     known = np.asarray(entry["reference_labels"]).astype(str)
     labels = adata.obs[key].iloc[rows].astype(str).to_numpy()
     names = [*np.unique(known), *sorted(set(labels) - set(known))]
@@ -103,6 +109,8 @@ def annotation(
     for name in names[:_MOST_ENTRIES]:
         short = name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
         axes[1].scatter([], [], s=30, c=colors[name], label=f"\u200b{short}" if short.startswith("_") else short)
+    if len(names) > _MOST_ENTRIES:
+        axes[1].scatter([], [], s=0, label=f"and {len(names) - _MOST_ENTRIES} more")
     legend_beside(axes[1])
     axes[2].scatter(reference[:, 0], reference[:, 1], s=size, c=_GRAY, linewidths=0, rasterized=True)
     probability = adata.obs[f"{key}_probability"].to_numpy(dtype=float)[rows]

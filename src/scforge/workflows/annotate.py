@@ -65,11 +65,11 @@ def annotate_to(
     report = annotate(query, known, **options)
     write(path, query if path.suffix == _CELLS else report.labels.rename_axis("cell"), overwrite=overwrite)
     if picture is not None:
-        _draw(query, picture, overwrite=overwrite, key=options.get("key_added"))
+        _draw(query, picture, overwrite=overwrite, key=report.key)
     return report
 
 
-def _draw(query: Any, path: Path, *, overwrite: bool, key: str | None) -> None:
+def _draw(query: Any, path: Path, *, overwrite: bool, key: str) -> None:
     import matplotlib.pyplot as plt
 
     from scforge._io import atomic_path
