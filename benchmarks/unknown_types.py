@@ -3,10 +3,10 @@
 Each type that reference and query share is left out of the reference in turn, before training. "scforge" calls cells
 unknown whose p-value is at most 0.05 (``transfer_labels(unknown=0.05)``). Other scores are the AUROC and
 the share of unknown cells that a method finds (`found_at_5`) if exactly 5 % of the other query cells are called
-unknown, which nobody can set without labels of the query. The other methods are one minus the highest probability of a logistic
-regression on genes, of CellTypist's method, and of the consensus, and the mean distance to the 15 nearest reference
-cells in principal components. Averages weight each left-out type equally. Tasks are in ``_transfer_tasks.py``: the
-measures and weights of the p-value were chosen on those for tuning. The results go into
+unknown, which nobody can set without labels of the query. The other methods are one minus the highest probability of a
+logistic regression on genes, of CellTypist's method, and of the consensus, and the mean distance to the 15 nearest
+reference cells in principal components. Averages weight each left-out type equally. Tasks are in
+``_transfer_tasks.py``: the measures and weights of the p-value were chosen on those for tuning. The results go into
 ``benchmarks/results/unknown_types.csv``::
 
     python benchmarks/unknown_types.py --data FOLDER --tasks tuning
