@@ -52,8 +52,8 @@ _NOT_THE_USER = _not_the_user()
 SECRET = "***"
 """Text that replaces a credential."""
 
-# A path of a URL has one of its slashes left.
-_SCHEME = r"\b[A-Za-z][A-Za-z0-9+.-]+:/{1,2}"
+# A path of a URL has one of its slashes left; a chained URL has several protocols.
+_SCHEME = r"\b(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]+:/{1,2}"
 _URL = re.compile(
     rf"(?<=')(?P<single>{_SCHEME})(?:\\.|[^'\\\n])*"
     rf'|(?<=")(?P<double>{_SCHEME})(?:\\.|[^"\\\n])*'
@@ -481,7 +481,7 @@ def redacted(text: str) -> str:
 
 def _without_credentials(url: re.Match[str]) -> str:
     scheme = url["single"] or url["double"] or url["bare"]
-    user, tail = (_HTTP_USER, _HTTP_TAIL) if scheme.lower().startswith("http") else (_USER, _TAIL)
+    user, tail = (_HTTP_USER, _HTTP_TAIL) if scheme.lower().rpartition("::")[2].startswith("http") else (_USER, _TAIL)
     rest = url[0].removeprefix(scheme)
     if found := user.match(rest):
         rest = f"{SECRET}@{rest.removeprefix(found[0])}"

@@ -67,7 +67,7 @@ def test_labeled_cells_are_pushed_on_request_only(hub, model: Encoder, tmp_path:
     model.push_to_hub("org/light")
     assert "reference.safetensors" not in hub.files("org/light")
     model.push_to_hub("org/light", reference=True)
-    assert "counts of 60 labeled" in " ".join(hub.files("org/light")["README.md"].decode().split())
+    assert "those of 60 labeled" in " ".join(hub.files("org/light")["README.md"].decode().split())
     loaded = Encoder.load("hf://org/light")
     expected = model.transfer_labels(model.adata[:20].copy())
     pd.testing.assert_frame_equal(loaded.transfer_labels(model.adata[:20].copy()), expected)

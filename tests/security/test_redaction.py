@@ -44,6 +44,7 @@ def test_passwords_without_quotes_around_the_url(scheme: str, secret: str) -> No
     assert text.endswith("host/x after 3 tries")
 
 
+@example("filecache::https", "00000<SECRET", "sig", "?")
 @given(st.sampled_from(SCHEMES), SECRETS, st.sampled_from(["sig", "token", "X-Amz-Signature"]), st.sampled_from("?#"))
 def test_queries_and_fragments(scheme: str, secret: str, name: str, mark: str) -> None:
     text = redacted(f"{f'{scheme}://host/cells.h5ad{mark}{name}={secret}'!r} cannot be read.")
