@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,13 +12,14 @@ from scforge._constants import UNS_KEY
 from scforge._text import literal
 from scforge.errors import DataError, OptionError, listing
 from scforge.pl._style import legend_beside
+from scforge.pl.umap import umap_of
 
 if TYPE_CHECKING:
     from anndata import AnnData
     from matplotlib.axes import Axes
 
-_MOST_CELLS, _FEWEST = 20_000, 5
-"""Maximum number of query cells that are plotted, and minimum number of reference cells for a UMAP."""
+_MOST_CELLS, _NEIGHBORS, _NEIGHBORS_OF_UMAP = 20_000, 5, 15
+"""Maximum number of query cells that are plotted, and numbers of neighbors that place a cell, and for UMAP."""
 _MOST_ENTRIES, _LONGEST = 40, 40
 _GRAY = "#D8D8D8"
 
@@ -29,7 +29,8 @@ def annotation(
 ) -> Sequence[Axes]:
     """Plot query cells on a UMAP of the reference, colored by their label and by its probability.
 
-    The UMAP is computed from reference cells only; query cells are projected onto it. Query cells that are not among
+    The UMAP is computed from reference cells only; each query cell is placed at the weighted mean of its 5 nearest
+    reference cells in the embedding. Query cells that are not among
     reference cells of their label are doubtful.
 
     Parameters
@@ -89,7 +90,8 @@ def annotation(
         )
     rows = np.sort(rng.permutation(adata.n_obs)[:_MOST_CELLS])
     learned = np.asarray(entry["reference_embedding"], dtype=np.float32)
-    reference, query = _places(learned, np.asarray(adata.obsm[obsm_key])[rows], seed)
+    reference = umap_of(learned, _NEIGHBORS_OF_UMAP, seed)
+    query = _projected(learned, reference, np.asarray(adata.obsm[obsm_key])[rows])
     known = np.asarray(entry["reference_labels"]).astype(str)
     labels = adata.obs[key].iloc[rows].astype(str).to_numpy()
     names = [*np.unique(known), *sorted(set(labels) - set(known))]
@@ -134,13 +136,11 @@ def annotation(
     return axes
 
 
-def _places(reference: np.ndarray, query: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the UMAP of the reference and the query projected onto it; of few cells, the first two dimensions."""
-    if len(reference) < _FEWEST:
-        return reference[:, :2], query[:, :2]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ImportWarning)  # umap-learn looks for TensorFlow
-        from umap import UMAP
-    mapper = UMAP(n_neighbors=min(15, len(reference) - 1), min_dist=0.5, random_state=seed, n_jobs=1)
-    places = mapper.fit_transform(reference)
-    return places, mapper.transform(query)
+def _projected(reference: np.ndarray, places: np.ndarray, query: np.ndarray) -> np.ndarray:
+    """Return the mean place of the nearest reference cells of each query cell, weighted by similarity, shape (N, 2)."""
+    from sklearn.neighbors import NearestNeighbors
+
+    k = min(_NEIGHBORS, len(reference))
+    distances, nearest = NearestNeighbors(n_neighbors=k, algorithm="brute").fit(reference).kneighbors(query)
+    weights = np.exp(-0.5 * np.square(distances / np.maximum(distances.mean(axis=1, keepdims=True), 1e-12)))
+    return (places[nearest] * weights[..., None]).sum(axis=1) / weights.sum(axis=1, keepdims=True)

@@ -74,7 +74,7 @@ def embeddings(
     for key in titles:
         check_known("obsm_keys", key, adata.obsm, "adata.obsm")
     for key in titles:
-        adata.obsm[f"{key}_umap"] = _places(np.asarray(adata.obsm[key]), n_neighbors, seed)
+        adata.obsm[f"{key}_umap"] = umap_of(np.asarray(adata.obsm[key]), n_neighbors, seed)
     n_rows, n_columns = len(colors), len(titles)
     if axes is None:
         figure = plt.figure(figsize=(4 * n_columns + 2, 4 * n_rows), layout="constrained")
@@ -129,7 +129,7 @@ def _n_categories(values: pd.Series) -> int:
     return len(values.cat.categories) if isinstance(values.dtype, pd.CategoricalDtype) else 0
 
 
-def _places(embedding: np.ndarray, n_neighbors: int, seed: int) -> np.ndarray:
+def umap_of(embedding: np.ndarray, n_neighbors: int, seed: int) -> np.ndarray:
     """Return the UMAP of an embedding, or the first principal components of too few cells, float32, shape (N, 2)."""
     import scanpy as sc
 
