@@ -1178,7 +1178,7 @@ class Encoder(CellModel):
             Cells whose p-value is at most this error rate are labeled ``"unknown"``, e.g. 0.05. The p-value is
             conformal: the fraction of held-out reference cells of the same label that are at least as unlike the other
             reference cells. If query and reference differ only by random sampling, about this fraction of the cells of
-            known types is called unknown. Between studies the fraction is usually different (:doc:`reference_mapping`
+            known types is called unknown. Between studies the fraction is usually different (:doc:`/reference_mapping`
             shows measured values). Rates below 0.05 have no effect on labels with few reference cells, because the
             smallest p-value is one in the number of held-out cells plus one. P-values are NaN for a reference with
             fewer than 50 cells. Not for ``method="knn"``.
