@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -11,6 +13,19 @@ import pandas as pd
 from scipy import stats
 
 LOWER_IS_BETTER = ("calibration_error", "cpu_seconds", "wrong_confident")
+
+
+def task_parser(
+    description: str | None, tasks: Iterable[str], *, default: list[str], runs: int
+) -> argparse.ArgumentParser:
+    """Return a parser with the options of the benchmarks that measure some runs of each task."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default=os.environ.get("SCFORGE_DATA"), help="folder of the data sets")
+    parser.add_argument("--tasks", nargs="+", default=default, choices=list(tasks))
+    parser.add_argument("--runs", type=int, default=runs)
+    parser.add_argument("--first-run", type=int, default=0)
+    parser.add_argument("--docs", nargs="+", type=Path, help="pages to write tables into; nothing is measured")
+    return parser
 
 
 def rewrite(page: Path, name: str, table: Callable[[str], str]) -> int:

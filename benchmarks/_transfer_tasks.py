@@ -266,3 +266,11 @@ def drawn(pair: Pair, seed: int) -> Pair:
         rank = order.groupby(cells.obs[LABEL].to_numpy()).rank()
         parts.append(cells[(order < SHARE).to_numpy() | (rank <= 5).to_numpy()].copy())
     return parts[0], parts[1]
+
+
+GROUPS = {"tuning": list(TUNING), "test": list(TEST)}
+
+
+def in_groups(names: list[str]) -> list[str]:
+    """Return names of tasks, in which names of groups are replaced by their tasks."""
+    return [task for name in names for task in GROUPS.get(name, [name])]

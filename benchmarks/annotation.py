@@ -17,7 +17,6 @@ on RNA: sorted populations, one of them (CD34+) only in the former, and gates on
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from pathlib import Path
 import anndata as ad
 import numpy as np
 import pandas as pd
-from _tables import best_other, difference, keep, means, read, rewrite
+from _tables import best_other, difference, keep, means, read, rewrite, task_parser
 from _transfer_tasks import BATCH, LABEL, Pair, drawn, prepared
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score
@@ -147,13 +146,7 @@ def differences(results: pd.DataFrame, metric: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default=os.environ.get("SCFORGE_DATA"), help="folder of the data sets")
-    parser.add_argument("--tasks", nargs="+", default=list(ALL), choices=ALL)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--first-run", type=int, default=0)
-    parser.add_argument("--docs", nargs="+", type=Path, help="pages to write tables into; nothing is measured")
-    args = parser.parse_args()
+    args = task_parser(__doc__, ALL, default=list(ALL), runs=3).parse_args()
     results = read(RESULTS, KEYS) if args.docs else keep(measured(args), RESULTS, KEYS)
     methods = list(dict.fromkeys(results["method"]))
     for page in args.docs or ():

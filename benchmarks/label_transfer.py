@@ -48,8 +48,8 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import scanpy as sc
-from _tables import best_other, difference, keep, means, read, rewrite
-from _transfer_tasks import BATCH, LABEL, RUNS, TEST, TUNING, Pair, task_pair
+from _tables import best_other, difference, keep, means, read, rewrite, task_parser
+from _transfer_tasks import BATCH, GROUPS, LABEL, RUNS, TEST, Pair, in_groups, task_pair
 from scipy import sparse
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score, recall_score, roc_auc_score
@@ -60,6 +60,7 @@ from sklearn.preprocessing import MaxAbsScaler, StandardScaler
 from transfer import (
     celltypist,
     components,
+    encoder,
     genes,
     harmony,
     scanvi_of_query,
@@ -70,7 +71,6 @@ from transfer import (
 )
 
 from scforge.finetuning.metrics import calibration_error
-from scforge.models import Encoder
 
 RESULTS = Path(__file__).parent / "results" / "label_transfer.csv"
 KEYS = ["task", "run", "method", "metric"]
@@ -116,10 +116,7 @@ def scforge(pair: Pair, seed: int) -> Iterator[Prediction]:
     """Predict with each method of ``transfer_labels``, and the default with few labels."""
     reference, query = (cells.copy() for cells in pair)
     began = time.process_time()
-    several = reference.obs[BATCH].nunique() > 1
-    Encoder.setup_anndata(reference, labels_key=LABEL, batch_key=BATCH if several else None)
-    model = Encoder(reference, seed=seed)
-    model.train(progress_bar=False, accelerator="cpu")
+    model = encoder(reference, seed)
     trained = time.process_time() - began
     few = {n: few_labels(reference, n, seed) for n in FEW}
     for ending, labels in {"": reference.obs[LABEL], **{f" few {n}": labels for n, labels in few.items()}}.items():
@@ -387,17 +384,11 @@ def overview(results: pd.DataFrame, metric: str) -> str:
 
 
 def main() -> None:
-    groups = {"tuning": list(TUNING), "test": list(TEST)}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default=os.environ.get("SCFORGE_DATA"), help="folder of the data sets")
-    parser.add_argument("--tasks", nargs="+", default=["tuning"], choices=[*groups, *QUESTIONS])
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--first-run", type=int, default=0)
+    parser = task_parser(__doc__, [*GROUPS, *QUESTIONS], default=["tuning"], runs=5)
     parser.add_argument("--methods", nargs="+", default=["scforge", "simple"], choices=list(PREDICT))
-    parser.add_argument("--docs", nargs="+", type=Path, help="pages to write tables into; nothing is measured")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    args.tasks = [task for one in args.tasks for task in groups.get(one, [one])]
+    args.tasks = in_groups(args.tasks)
     results = read(RESULTS, KEYS) if args.docs else keep(measured(args), RESULTS, KEYS)
     methods = [method for method in dict.fromkeys(results["method"]) if method != LIMIT]
     for page in args.docs or ():

@@ -16,7 +16,6 @@ reference cells in principal components. Averages weight each left-out type equa
 from __future__ import annotations
 
 import argparse
-import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,16 +23,15 @@ from pathlib import Path
 import anndata as ad
 import numpy as np
 import pandas as pd
-from _tables import keep, read, rewrite
-from _transfer_tasks import BATCH, LABEL, RUNS, TEST, TUNING, task_pair
+from _tables import keep, read, rewrite, task_parser
+from _transfer_tasks import BATCH, GROUPS, LABEL, RUNS, in_groups, task_pair
 from label_transfer import QUESTIONS, VIEWS, linear
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from sklearn.multiclass import OneVsRestClassifier
 from sklearn.neighbors import NearestNeighbors
 from sklearn.preprocessing import StandardScaler
-
-from scforge.models import Encoder
+from transfer import encoder
 
 RESULTS = Path(__file__).parent / "results" / "unknown_types.csv"
 KEYS = ["task", "run", "left_out", "method", "metric"]
@@ -43,12 +41,7 @@ OURS = "scforge, p-value"
 
 def measures(reference: ad.AnnData, query: ad.AnnData, seed: int) -> Iterator[tuple[str, np.ndarray]]:
     """Return a number for each query cell by each method, which is high for unknown types."""
-    ours = reference.copy()
-    several = ours.obs[BATCH].nunique() > 1
-    Encoder.setup_anndata(ours, labels_key=LABEL, batch_key=BATCH if several else None)
-    model = Encoder(ours, seed=seed)
-    model.train(progress_bar=False, accelerator="cpu")
-    table = model.transfer_labels(query.copy())
+    table = encoder(reference.copy(), seed).transfer_labels(query.copy(), labels_key=LABEL)
     yield OURS, -table["p_value"].to_numpy(dtype=float)
     yield "scforge, probability", -table["probability"].to_numpy(dtype=float)
     truth, batches = (reference.obs[key].astype(str).to_numpy() for key in (LABEL, BATCH))
@@ -112,16 +105,9 @@ def overview(results: pd.DataFrame) -> str:
 
 
 def main() -> None:
-    groups = {"tuning": list(TUNING), "test": list(TEST)}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default=os.environ.get("SCFORGE_DATA"), help="folder of the data sets")
-    parser.add_argument("--tasks", nargs="+", default=["tuning"], choices=[*groups, *QUESTIONS])
-    parser.add_argument("--runs", type=int, default=2)
-    parser.add_argument("--first-run", type=int, default=0)
-    parser.add_argument("--docs", nargs="+", type=Path, help="pages to write tables into; nothing is measured")
-    args = parser.parse_args()
+    args = task_parser(__doc__, [*GROUPS, *QUESTIONS], default=["tuning"], runs=2).parse_args()
     warnings.simplefilter("ignore")
-    args.tasks = [task for one in args.tasks for task in groups.get(one, [one])]
+    args.tasks = in_groups(args.tasks)
     results = read(RESULTS, KEYS) if args.docs else keep(measured(args), RESULTS, KEYS)
     for page in args.docs or ():
         rewrite(page, "unknown_types", lambda _: overview(results))

@@ -25,9 +25,9 @@ from scforge.errors import MissingFileError, ModelFileError, ScforgeError, first
 from scforge.estimators.spec import FineTuneSpec, ModelSpec, defaults_for, named_options
 from scforge.finetuning.adapters import is_adapter
 from scforge.finetuning.held_out import HeldOutRegistry
-from scforge.finetuning.reference import FILE as REFERENCE
 from scforge.finetuning.reference import read_reference, write_reference
 from scforge.foreign.base import Foreign
+from scforge.hub.finding import REFERENCE
 from scforge.models._utils import without_weights
 from scforge.models._weights import PICKLES, read_weights, refuse_not_finite
 

@@ -6,6 +6,7 @@ Shapes: R cells, G genes of the model, Z counts that are not zero.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,8 @@ from scforge.data.cells import Cells, CellSource, choose_chunks
 from scforge.data.vocab import GeneVocab
 from scforge.errors import ModelFileError, first_line
 from scforge.finetuning.new_cells import choose_labeled
+from scforge.hub.finding import REFERENCE
 
-FILE = "reference.safetensors"
 MOST_CELLS = 20_000
 """Maximum number of reference cells that labels are learned from, and that are saved with a model."""
 _CANDIDATES = 10
@@ -46,15 +47,7 @@ def choose_reference(
     if batch_key is not None and batch_key != labels_key:
         obs[batch_key] = texts_of(cells.column(batch_key).iloc[rows], key=batch_key, argument="batch_key")
     chosen = cells.sample(len(rows), rows=rows)
-    return CellSource(
-        sparse.csr_matrix(chosen.counts),
-        chosen.totals,
-        chosen.overlap,
-        chosen.counts_kept,
-        chosen.measured,
-        chosen.vocab,
-        pd.DataFrame(obs),
-    )
+    return replace(chosen, obs=pd.DataFrame(obs))
 
 
 def write_reference(reference: CellSource, folder: Path) -> None:
@@ -75,7 +68,7 @@ def write_reference(reference: CellSource, folder: Path) -> None:
     for number, (key, values) in enumerate(reference.obs.items()):
         arrays[f"codes{number}"] = values.cat.codes.to_numpy(dtype=np.int32)
         names[str(key)] = list(values.cat.categories)
-    save_file(arrays, folder / FILE, metadata={"columns": json.dumps(names)})
+    save_file(arrays, folder / REFERENCE, metadata={"columns": json.dumps(names)})
 
 
 def read_reference(path: Path, vocab: GeneVocab) -> CellSource:

@@ -53,6 +53,11 @@ def say_undefined(ax: Axes, row: int) -> None:
     ax.annotate("not defined", (0.02, row), xycoords=place, va="center", color="0.5", fontsize="x-small")
 
 
+def legend_name(name: str) -> str:
+    """Return a name as an entry of a legend; matplotlib hides entries that begin with an underscore."""
+    return f"\u200b{name}" if name.startswith("_") else name
+
+
 def legend_beside(ax: Axes, **options: Any) -> None:
     """Add a legend to the right of the axes."""
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small", **options)

@@ -11,7 +11,7 @@ from scforge._checks import check_known
 from scforge._constants import UNS_KEY
 from scforge._text import literal
 from scforge.errors import DataError, OptionError, listing
-from scforge.pl._style import legend_beside
+from scforge.pl._style import legend_beside, legend_name
 from scforge.pl.umap import umap_of
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def annotation(
         ax.set_title(title)
     for name in names[:_MOST_ENTRIES]:
         short = name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
-        axes[1].scatter([], [], s=30, c=colors[name], label=f"\u200b{short}" if short.startswith("_") else short)
+        axes[1].scatter([], [], s=30, c=colors[name], label=legend_name(short))
     if len(names) > _MOST_ENTRIES:
         axes[1].scatter([], [], s=0, label=f"and {len(names) - _MOST_ENTRIES} more")
     legend_beside(axes[1])

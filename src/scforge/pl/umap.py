@@ -10,6 +10,7 @@ import pandas as pd
 
 from scforge._checks import check_known
 from scforge._text import literal
+from scforge.pl._style import legend_name
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -119,10 +120,9 @@ def _colored(adata: AnnData, color: str) -> pd.Series:
             return pd.Series(numbers, index=adata.obs_names)
     found = values.astype("category").cat.remove_unused_categories()
     names = [str(name) for name in found.cat.categories]
-    # Matplotlib hides entries that begin with an underscore.
     short = [name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…" for name in names]
     short = short if len(set(short)) == len(short) else names
-    return found.cat.rename_categories([f"\u200b{name}" if name.startswith("_") else name for name in short])
+    return found.cat.rename_categories([legend_name(name) for name in short])
 
 
 def _n_categories(values: pd.Series) -> int:
