@@ -166,7 +166,7 @@ def test_the_readme_runs_on_10000_cells(tmp_path, monkeypatch):
     monkeypatch.setattr(Encoder, "train", short)
     monkeypatch.setattr(plt, "show", plt.close)
     names = {}
-    (block,) = (block for block in blocks("../README") if block.language == "python")
+    block = next(block for block in blocks("../README") if block.language == "python")
     text, report, _ = block.text.partition("report = ")  # which takes minutes, with exact neighbors of 5,000 cells
     assert report
     exec(compile(text, block.place, "exec"), names)

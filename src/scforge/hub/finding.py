@@ -163,8 +163,8 @@ def known_models() -> dict[str, str]:
 
     Examples
     --------
-    >>> known_models()
-    {'pbmc3k-light': 'Light encoder trained on PBMC 3k, for tests and tutorials'}
+    >>> known_models()["pbmc3k-light"]
+    'Light encoder trained on PBMC 3k, for tests and tutorials'
     """
     return {name: entry.description for name, (entry, _) in _entries().items()}
 
