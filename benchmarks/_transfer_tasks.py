@@ -217,16 +217,25 @@ def simulated_donors(folder: str | None, seed: int) -> Pair:
     for rows in groups.groupby(groups).indices.values():
         shares = generator.lognormal(0, 0.7, 6)
         donors[rows] = generator.choice(6, len(rows), p=shares / shares.sum())
-    factors = np.minimum(generator.lognormal(-0.08, 0.4, (6, cells.n_vars)), 2.5) * generator.uniform(0.4, 1, (6, 1))
+    cells = with_donor_effects(cells, donors, generator)
+    is_query = cells.obs[BATCH].isin(["donor 4", "donor 5"]).to_numpy()
+    return cells[~is_query].copy(), cells[is_query].copy()
+
+
+def with_donor_effects(cells: ad.AnnData, donors: np.ndarray, generator: np.random.Generator) -> ad.AnnData:
+    """Return the cells with counts as of their simulated donors, numbers from zero on, without those that lose all.
+
+    Each donor has a share of the counts of a cell (0.4 to 1), and a factor of each gene (log-normal, sd 0.4).
+    """
+    shape = (donors.max() + 1, cells.n_vars)
+    factors = np.minimum(generator.lognormal(-0.08, 0.4, shape), 2.5) * generator.uniform(0.4, 1, (shape[0], 1))
     counts = sparse.csr_matrix(cells.X).astype(np.float64)
     of_entries = np.repeat(donors, np.diff(counts.indptr))
     counts.data = generator.poisson(counts.data * factors[of_entries, counts.indices]).astype(np.float32)
     counts.eliminate_zeros()
     cells.X = counts.astype(np.float32)
     cells.obs[BATCH] = pd.Categorical([f"donor {donor}" for donor in donors])
-    kept = counts.getnnz(axis=1) > 0
-    is_query = donors >= 4
-    return cells[kept & ~is_query].copy(), cells[kept & is_query].copy()
+    return cells[counts.getnnz(axis=1) > 0].copy()
 
 
 TUNING: dict[str, Callable[[str | None, int], Pair]] = {

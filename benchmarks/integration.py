@@ -3,8 +3,8 @@
 Every method is fitted without labels on the same 80 % of the cells, drawn for each run, with the seed of the run. The
 scores are scib-metrics' on up to 3,000 of these cells: `total` is 0.6 `bio` + 0.4 `batch`, and `total_without_leiden`
 leaves out NMI and ARI of Leiden clusters. Methods are those of ``transfer.py``, but scVI stops early. Hyper-parameters
-may be chosen on ``kang_ifnb`` and ``sc_mixology`` only; the other data sets are and stay tests. The results go into
-``benchmarks/results/integration.csv``, from which ``--docs`` makes tables::
+may be chosen on the data sets in ``TUNING`` only; those in ``TEST`` are and stay tests, and are run once, with
+everything fixed. The results go into ``benchmarks/results/integration.csv``, from which ``--docs`` makes tables::
 
     python benchmarks/integration.py --data FOLDER --runs 3
     python benchmarks/integration.py --datasets protocols --methods scforge Harmony --runs 2
@@ -26,17 +26,36 @@ import numpy as np
 import pandas as pd
 import transfer
 from _tables import best_other, difference, keep, means, read, rewrite
-from transfer import BATCH, LABEL, Pair
+from _transfer_tasks import (
+    BATCH,
+    LABEL,
+    Pair,
+    blood,
+    condition,
+    drawn,
+    kang,
+    prepared,
+    protocol,
+    simulated_donors,
+    study,
+    with_donor_effects,
+)
 
+from scforge.datasets import load
 from scforge.eval import Scib
 
 RESULTS = Path(__file__).parent / "results" / "integration.csv"
 N_SCORED = 3_000
+N_DONORS = 4
 QUESTIONS = {
     "protocols": "cell lines, five batches of two protocols (sc_mixology, used for tuning)",
     "condition": "blood with and without interferon, the condition as batch (kang_ifnb, used for tuning)",
+    "simulated_donors": "six simulated donors (from kang_ifnb, used for tuning)",
+    "many_types": "19 types of 5 to 329 cells in four simulated donors (from paul15_mouse, used for tuning)",
     "donors": "blood of eight donors (kang_ctrl_8donor, test)",
     "studies": "these donors and PBMC 3k of another study (test)",
+    "sorted": "FACS-sorted cells and CITE-seq cells, by sort and by protein (test)",
+    "patients": "tumors of five patients with and without panobinostat, by treatment (glioblastoma_panobinostat, test)",
 }
 
 
@@ -44,12 +63,47 @@ def both(pair: Pair) -> ad.AnnData:
     return ad.concat(pair, index_unique="-")
 
 
-DATASETS: dict[str, Callable[[str | None], ad.AnnData]] = {
-    "protocols": lambda folder: both(transfer.protocol(folder, 0)),
-    "condition": lambda folder: both(transfer.condition(folder, 0)),
-    "donors": transfer.kang,
-    "studies": lambda folder: both(transfer.study(folder, 0)),
+def many_types(folder: str | None) -> ad.AnnData:
+    """Types of very unequal size in four simulated donors; chosen on.
+
+    Of each type a share of the cells is kept, log-normal (sd 0.7) and at most one. A donor has a random share of each
+    type (log-normal, sd 1), lacks it with a probability of 0.2, and has an effect as in ``simulated_donors``.
+    """
+    generator = np.random.default_rng(0)
+    adata = load("paul15_mouse", folder)
+    cells = prepared(adata, adata.obs["paul15_clusters"], "paul15")
+    labels = cells.obs[LABEL].astype(str).to_numpy()
+    donors = np.full(cells.n_obs, -1)
+    for name in np.unique(labels):
+        rows = generator.permutation(np.flatnonzero(labels == name))
+        rows = rows[: max(5, round(len(rows) * min(1.0, generator.lognormal(-0.5, 0.7))))]
+        shares = generator.lognormal(0, 1.0, N_DONORS) * (generator.random(N_DONORS) > 0.2) + 1e-9
+        donors[rows] = generator.choice(N_DONORS, len(rows), p=shares / shares.sum())
+    return with_donor_effects(cells[donors >= 0].copy(), donors[donors >= 0], generator)
+
+
+def simulated(folder: str | None) -> ad.AnnData:
+    return both(simulated_donors(folder, 0))
+
+
+def patients(folder: str | None) -> ad.AnnData:
+    adata = ad.read_h5ad(Path(folder or ".") / "glioblastoma_panobinostat.h5ad")
+    return prepared(adata, adata.obs["condition"], adata.obs["donor"].astype(str))
+
+
+TUNING: dict[str, Callable[[str | None], ad.AnnData]] = {
+    "protocols": lambda folder: both(protocol(folder, 0)),
+    "condition": lambda folder: both(condition(folder, 0)),
+    "simulated_donors": simulated,
+    "many_types": many_types,
 }
+TEST: dict[str, Callable[[str | None], ad.AnnData]] = {
+    "donors": kang,
+    "studies": lambda folder: both(study(folder, 0)),
+    "sorted": lambda folder: both(blood("facs", "cite", folder, 0)),
+    "patients": patients,
+}
+DATASETS = {**TUNING, **TEST}
 
 
 def components(pair: Pair, seed: int, *, scale: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -91,7 +145,7 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, object]]:
         cells = DATASETS[dataset](args.data)
         for run in range(args.first_run, args.first_run + args.runs):
             half = cells.n_obs // 2
-            pair = transfer.drawn((cells[:half].copy(), cells[half:].copy()), run)
+            pair = drawn((cells[:half].copy(), cells[half:].copy()), run)
             whole = both(pair)
             before = np.vstack(components(pair, 0, scale=False))
             for method in args.methods:
