@@ -83,7 +83,11 @@ def many_types(folder: str | None) -> ad.AnnData:
 
 
 def simulated(folder: str | None) -> ad.AnnData:
-    return both(simulated_donors(folder, 0))
+    """Six simulated donors, with type and condition as the label, because donors differ in the share of both."""
+    conditions = load("kang_ifnb", folder).obs["condition"].astype(str)
+    cells = ad.concat(simulated_donors(folder, 0))
+    cells.obs[LABEL] = (cells.obs[LABEL].astype(str) + " " + conditions[cells.obs_names]).astype("category")
+    return cells
 
 
 def patients(folder: str | None) -> ad.AnnData:
