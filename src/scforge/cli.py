@@ -473,6 +473,7 @@ def _add_embed(command: argparse.ArgumentParser) -> None:
     add("-o", "--output", required=True, metavar="FILE", help="out.h5ad or out.zarr")
     add("--counts", action=argparse.BooleanOptionalAction, help=counts)
     add("--key", metavar="KEY", help="key in obsm (X_scforge)")
+    add("--correction", type=float, default=0.0, metavar="SHARE", help="correct for batches, from 0 (default) to 1")
     add("--batch-size", **_BATCH_SIZE)
     add("--device", **_DEVICE)
     add("--rank", type=int, metavar="N", help="rank of this process, from 0")

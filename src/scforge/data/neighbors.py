@@ -5,6 +5,7 @@ Shapes: N cells, D dimensions, P pairs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -105,9 +106,41 @@ def harmony_correct(coordinates: np.ndarray, batches: np.ndarray, *, seed: int =
     True
     """
     _, codes = np.unique(batches, return_inverse=True)
+    fitted = fit_harmony(coordinates, codes, seed=seed)
+    return np.asarray(coordinates if fitted is None else fitted.corrected, dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class HarmonyFit:
+    """What Harmony found: K clusters of cells, and how it moves the cells of each of B batches in them.
+
+    Attributes
+    ----------
+    corrected
+        Coordinates of the cells after correction, float64, shape (N, D).
+    centroids
+        Direction of each cluster among corrected cells, float64, shape (K, D).
+    shifts
+        How far the cells of a batch lie from the cells of all batches in a cluster, float64, shape (B, K, D).
+    log_penalties
+        Logarithm of the factor by which cells of a batch are assigned to a cluster less often, because the cluster has
+        more of its cells than expected, float64, shape (B, K).
+    """
+
+    corrected: np.ndarray
+    centroids: np.ndarray
+    shifts: np.ndarray
+    log_penalties: np.ndarray
+
+
+def fit_harmony(coordinates: np.ndarray, codes: np.ndarray, *, seed: int = 0) -> HarmonyFit | None:
+    """Fit Harmony, see :func:`harmony_correct`; `codes` are batches from 0 on.
+
+    Returns None for one batch, or for fewer than ten cells.
+    """
     n_cells, n_batches = len(coordinates), int(codes.max(initial=0)) + 1
     if n_batches < 2 or n_cells < _MIN_CELLS:
-        return np.asarray(coordinates, dtype=np.float32)
+        return None
     original = np.asarray(coordinates, dtype=np.float64)
     n_clusters = max(_MIN_CLUSTERS, min(round(n_cells / _CELLS_OF_CLUSTER), _MAX_CLUSTERS))
     members = _one_hot(codes, n_batches)
@@ -117,7 +150,7 @@ def harmony_correct(coordinates: np.ndarray, batches: np.ndarray, *, seed: int =
     # Soft assignments of cells to clusters, shape (N, clusters), first by the distance to the centroids alone.
     assigned = np.exp(2 / _SIGMA * (directions @ _first_centroids(directions, n_clusters, seed).T - 1))
     assigned /= assigned.sum(axis=1, keepdims=True)
-    corrected, before = original, np.inf
+    before = np.inf
     for _ in range(_MAX_ROUNDS):
         # Observed and expected numbers of cells per batch and cluster, shape (batches, clusters).
         observed, expected = members.T @ assigned, np.outer(batch_share, assigned.sum(axis=0))
@@ -131,7 +164,10 @@ def harmony_correct(coordinates: np.ndarray, batches: np.ndarray, *, seed: int =
                 assigned[block] /= assigned[block].sum(axis=1, keepdims=True)
                 observed += members[block].T @ assigned[block]
                 expected += np.outer(batch_share, assigned[block].sum(axis=0))
-        corrected = _without_batches(original, codes, assigned)
+        shifts = _batch_shifts(original, codes, assigned)
+        corrected = original.copy()
+        for batch, shift in enumerate(shifts):
+            corrected[codes == batch] -= assigned[codes == batch] @ shift
         directions = _unit(corrected)
         entropy = (assigned * np.log(np.maximum(assigned, _TINY))).sum()
         mixing = (observed * np.log((observed + expected + 1) / (expected + 1))).sum()
@@ -139,11 +175,12 @@ def harmony_correct(coordinates: np.ndarray, batches: np.ndarray, *, seed: int =
         if before - loss < _TOLERANCE * abs(loss):
             break
         before = loss
-    return np.asarray(corrected, dtype=np.float32)
+    penalties = _THETA * np.log((expected + 1) / (observed + expected + 1))
+    return HarmonyFit(corrected, _unit(assigned.T @ directions), shifts, penalties)
 
 
-def _without_batches(original: np.ndarray, codes: np.ndarray, assigned: np.ndarray) -> np.ndarray:
-    """Subtract the batch effects estimated by ridge regression in each cluster, but keep the cluster mean."""
+def _batch_shifts(original: np.ndarray, codes: np.ndarray, assigned: np.ndarray) -> np.ndarray:
+    """Return the batch effects estimated by ridge regression in each cluster, around the mean of the cluster."""
     rows = [np.flatnonzero(codes == batch) for batch in range(codes.max() + 1)]
     observed = np.stack([assigned[of_batch].sum(axis=0) for of_batch in rows])
     sums = np.stack([assigned[of_batch].T @ original[of_batch] for of_batch in rows])
@@ -153,11 +190,7 @@ def _without_batches(original: np.ndarray, codes: np.ndarray, assigned: np.ndarr
     # The normal equations have one column per batch; the equations of the batches are solved first.
     held = 1 - observed / (observed + ridge)
     mean = (held[:, :, None] * sums).sum(axis=0) / np.maximum((held * observed).sum(axis=0), _TINY)[:, None]
-    shifts = (sums - observed[:, :, None] * mean) / (observed + ridge)[:, :, None]
-    corrected = original.copy()
-    for of_batch, shift in zip(rows, shifts, strict=True):
-        corrected[of_batch] -= assigned[of_batch] @ shift
-    return corrected
+    return (sums - observed[:, :, None] * mean) / (observed + ridge)[:, :, None]
 
 
 def _first_centroids(directions: np.ndarray, n_clusters: int, seed: int) -> np.ndarray:

@@ -24,7 +24,7 @@ from scvi.data._constants import _MANAGER_UUID_KEY, _SCVI_UUID_KEY
 from scvi.model.base import BaseModelClass
 from scvi.model.base._base_model import BaseModelMetaClass
 
-from scforge._checks import check_key
+from scforge._checks import check_key, check_share
 from scforge._constants import AUTO_KEY, OBSM_KEY, QUERY_KEY, UNS_KEY
 from scforge._registry import check_options
 from scforge._version import __version__
@@ -52,7 +52,7 @@ from scforge.errors import (
     warn,
 )
 from scforge.estimators.card import CardFacts, Origin, in_epochs, model_card, shown
-from scforge.estimators.serialize import BASE, LABELED, LANDMARKS, load_weights, part_of, write_folder
+from scforge.estimators.serialize import BASE, CORRECTION, LABELED, LANDMARKS, load_weights, part_of, write_folder
 from scforge.estimators.setup import (
     LAST,
     GeneField,
@@ -74,6 +74,7 @@ from scforge.models._utils import count_parameters
 from scforge.models.components.gene_vectors import check_filled
 from scforge.models.registry import MODELS
 from scforge.tokenizers.base import TOKENIZERS, Tokenizer
+from scforge.training.correction import N_CELLS, BatchCorrection, unknown_batches
 from scforge.training.datamodule import CellDataModule
 from scforge.training.objectives.base import OBJECTIVES, Objective
 from scforge.training.predict import embed
@@ -185,6 +186,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
     _seen: HeldOutRegistry | None = None
     _landmarks: torch.Tensor | None = None
     """Embeddings of sampled training cells, shape (S, D), onto which queries are mapped."""
+    _correction: BatchCorrection | None = None
+    """Correction of the embedding for the batches of the training cells."""
     _reference: CellSource | None = None
     """Labeled training cells that were saved with the model."""
     _labeled: LabeledCells | None = None
@@ -316,6 +319,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         key_added: str | None = AUTO_KEY,
         batch_size: int = 256,
         indices: Sequence[int] | np.ndarray | None = None,
+        correction: float = 0.0,
         **of_others: Any,
     ) -> np.ndarray:
         """Embed cells, and write the embedding into ``adata.obsm``.
@@ -335,6 +339,11 @@ class CellModel(BaseModelClass, metaclass=_Front):
             Number of cells per batch.
         indices
             Positions of the cells to embed, or a boolean mask. If given, nothing is written. If None, embeds all cells.
+        correction
+            How strongly the embedding is corrected for the batches that the model was trained on, from 0 (not at all)
+            to 1. More correction mixes batches better and conserves less biology. The correction scales principal
+            components of the embedding and applies Harmony, as fitted after training
+            [1]_. Query models scale alike, because their cells are mapped already.
         **of_others
             Raises an error with advice for arguments of other packages, e.g. `return_dist` of scvi-tools.
 
@@ -347,7 +356,12 @@ class CellModel(BaseModelClass, metaclass=_Front):
         GeneMismatchError
             If `adata` contains too few genes of the model.
         OptionError
-            If the gene vectors of the model are missing, or an argument is unknown.
+            If the gene vectors of the model are missing, an argument is unknown, or `correction` is above 0 but the
+            model was trained on a single batch or the cells have no batches.
+
+        References
+        ----------
+        .. [1] Korsunsky et al. (2019), Nature Methods 16, 1289-1296.
 
         Examples
         --------
@@ -364,22 +378,39 @@ class CellModel(BaseModelClass, metaclass=_Front):
         'gene_pooling'
         """
         check_key("key_added", key_added)
-        known = ("adata", "key_added", "batch_size", "indices")
+        known = ("adata", "key_added", "batch_size", "indices", "correction")
         check_options("argument", "get_latent_representation", of_others, known, _OF_POSTERIOR)
         source = self._ready(adata, "its embedding is")
         cells = self._open(source)
         rows = None if indices is None else positions(indices, len(cells))
+        codes = self._codes_to_correct(source, cells, correction)
         embedding = embed(
             self.module, cells, self._tokenizer, objective=self._objective, batch_size=batch_size, rows=rows
         )
+        if self._correction is not None and codes is not None:
+            embedding = self._correction.apply(embedding, codes if rows is None else codes[rows], correction)
         if key_added is not None and rows is None and isinstance(source, AnnData):
-            self._keep(source, key_added, embedding, cells)
+            self._keep(source, key_added, embedding, cells, correction=correction)
         return embedding
 
-    def _keep(self, adata: AnnData, key: str, embedding: np.ndarray, cells: Cells) -> None:
+    def _codes_to_correct(self, source: Any, cells: Cells, correction: float) -> np.ndarray | None:
+        """Return codes of the batches of all cells, int64, shape (N,), or None if `correction` is 0."""
+        if not check_share("correction", correction):
+            return None
+        if self._correction is None:
+            raise OptionError(
+                f"correction={correction}, but the model has no correction: it was not trained on several batches, or "
+                "by an earlier version; set batch_key in setup_anndata and train, or pass correction=0."
+            )
+        if self._is_query:
+            return unknown_batches(len(cells))
+        setup = self._setup_of(source) if isinstance(source, AnnData) else None
+        return self._correction.codes(cells, (setup or self._setup).get("batch_key"))
+
+    def _keep(self, adata: AnnData, key: str, embedding: np.ndarray, cells: Cells, *, correction: float = 0.0) -> None:
         """Write an embedding and its settings into the AnnData of the cells."""
         key = self._obsm_key if key == AUTO_KEY else key
-        made_with = self._provenance(cells, embedding.shape[1])
+        made_with = self._provenance(cells, embedding.shape[1], correction=correction)
         adata.obsm[key] = embedding
         adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), key: made_with}
 
@@ -608,10 +639,10 @@ class CellModel(BaseModelClass, metaclass=_Front):
             return None
         return None if manager is None else manager.registry["setup_args"]
 
-    def _provenance(self, cells: Cells, n_latent: int) -> dict[str, Any]:
+    def _provenance(self, cells: Cells, n_latent: int, *, correction: float = 0.0) -> dict[str, Any]:
         """Return the settings of an embedding as scalars that h5ad files can store."""
-        kept = cells.counts_kept
-        return {**self._made_with(), "n_latent": n_latent, "gene_overlap": cells.overlap, "counts_kept": kept}
+        kept = {"gene_overlap": cells.overlap, "counts_kept": cells.counts_kept}
+        return {**self._made_with(), "n_latent": n_latent, **kept, "correction": float(correction)}
 
     def _made_with(self) -> dict[str, Any]:
         """Return a description of the model to store with its results, as scalars that h5ad files can store."""
@@ -635,6 +666,16 @@ class CellModel(BaseModelClass, metaclass=_Front):
             some = cells.sample(_N_LANDMARKS, rows=rows, seed=self.seed)
             found = embed(self.module, some, self._tokenizer, objective=self._objective, batch_size=batch_size)
             self._landmarks = torch.from_numpy(found)
+
+    def _fit_correction(self, cells: Cells, rows: np.ndarray, batch_size: int) -> None:
+        """Fit the correction for batches on a sample of the training cells, if they have several batches."""
+        key = self._setup.get("batch_key")
+        if self._spec.tuning is not None or key is None:
+            return
+        some = cells.sample(N_CELLS, rows=rows, seed=self.seed)
+        some = some.take(some.content_order())  # clusters depend on the order
+        embeddings = embed(self.module, some, self._tokenizer, objective=self._objective, batch_size=batch_size)
+        self._correction = BatchCorrection.fit(embeddings, some, key, seed=self.seed)
 
     def _extend_history(self, figures: dict[str, list[float]]) -> None:
         """Append the scores of epochs to the history, with one data frame per name, as in scvi-tools."""
@@ -683,6 +724,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
         found = dict(self.module.state_dict())
         if self._landmarks is not None:
             found[LANDMARKS] = self._landmarks
+        if self._correction is not None:
+            found |= {f"{CORRECTION}{name}": value for name, value in self._correction.tensors().items()}
         if self._labeled is not None:
             found |= {f"{LABELED}{name}": value for name, value in self._labeled.tensors().items()}
             if self._labeled.in_base and (base := self._mapping_base) is not None:
@@ -743,6 +786,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
             "is_trained": self.is_trained_,
             "n_epochs": self.n_epochs_,
             "history": self._history_lists(),
+            **({} if self._correction is None else {"corrected_batches": self._correction.batches}),
             **({"card": facts} if facts else {}),
         }
 
@@ -803,6 +847,9 @@ class CellModel(BaseModelClass, metaclass=_Front):
         model = cls._of_parts(config, vocab, adata=adata, registry=registry, seed=config["seed"], tuning=tuning)
         load_weights(model.module, weights, source=str(dir_path))
         model._landmarks = weights.get(LANDMARKS)
+        if correction := part_of(weights, CORRECTION):
+            batches = config.get("corrected_batches")
+            model._correction = BatchCorrection.of_tensors(correction, batches, source=str(dir_path))
         model._restore(config, dir_path, weights)
         if tuning is not None and (of_base := part_of(weights, BASE)):
             parts = replace(model.spec, tuning=None).to_json()

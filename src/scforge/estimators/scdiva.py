@@ -154,6 +154,7 @@ class ScDiVa(Encoder):
         key_added: str | None = AUTO_KEY,
         batch_size: int = 256,
         indices: Sequence[int] | np.ndarray | None = None,
+        correction: float = 0.0,
         return_dist: bool = False,
         uncertainty_key: str | None = _UNCERTAINTY,
         **of_others: Any,
@@ -162,10 +163,11 @@ class ScDiVa(Encoder):
 
         Parameters
         ----------
-        adata, key_added, batch_size, indices, **of_others
+        adata, key_added, batch_size, indices, correction, **of_others
             See :meth:`Encoder.get_latent_representation`.
         return_dist
-            Whether to also return the variances, and write `uncertainty_key`.
+            Whether to also return the variances, and write `uncertainty_key`. Variances cannot be corrected, so this
+            requires ``correction=0``.
         uncertainty_key
             With `return_dist`, the obs column for the mean variance of each cell (float32). A value near 1, the
             variance of the prior, means that the cell was uninformative. Use it to compare cells with one model, not to
@@ -179,7 +181,7 @@ class ScDiVa(Encoder):
         Raises
         ------
         OptionError
-            If variances are requested from a model that was not trained to predict them.
+            If variances are requested from a model that was not trained to predict them, or together with `correction`.
         GeneMismatchError
             If `adata` contains too few genes of the model.
 
@@ -204,7 +206,13 @@ class ScDiVa(Encoder):
                     NotTrainedWarning,
                 )
             how: dict[str, Any] = {"key_added": key_added, "batch_size": batch_size, "indices": indices}
+            how["correction"] = correction
             return super().get_latent_representation(adata, **how, **of_others)  # raises if there are of_others
+        if correction:
+            raise OptionError(
+                f"correction={correction} cannot be combined with return_dist=True, because variances are not "
+                "corrected; omit one of the two."
+            )
         self._check_variational()
         source = self._ready(adata, "its embedding is")
         cells = self._open(source)

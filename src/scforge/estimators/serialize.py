@@ -42,8 +42,8 @@ MODEL, ADAPTER = "model", "adapter"
 _CHECKSUM = "checksum"
 _OWN = "scforge."
 """Prefix of tensors that are saved with the weights and are not weights of the module."""
-LANDMARKS, LABELED, BASE = f"{_OWN}landmarks", f"{_OWN}labeled.", f"{_OWN}base."
-"""Name of the embeddings of sampled training cells; prefixes of labeled cells and of the base model's tensors."""
+LANDMARKS, LABELED, BASE, CORRECTION = (f"{_OWN}{name}" for name in ("landmarks", "labeled.", "base.", "correction."))
+"""Name of the embeddings of sampled training cells; prefixes of labeled cells, the base model, and the correction."""
 _NUMBER = "$number"
 """Key for a number that JSON cannot represent, e.g. ``{"$number": "nan"}``."""
 

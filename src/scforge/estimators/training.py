@@ -226,7 +226,9 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         )
         signal.raise_signal(result.signal)
     if rank == 0:
-        model._keep_landmarks(data.bound, data.train_rows, min(data.batch_size or 256, 256))
+        batch_size = min(data.batch_size or 256, 256)
+        model._keep_landmarks(data.bound, data.train_rows, batch_size)
+        model._fit_correction(data.bound, data.train_rows, batch_size)
 
 
 def _take_over(model: CellModel, result: FitResult) -> None:
@@ -242,6 +244,8 @@ def _take_over(model: CellModel, result: FitResult) -> None:
     model._labeled = None
     if model.spec.tuning is None:
         model._landmarks = None
+    if model.spec.tuning is None or model.spec.tuning.freeze is not True:
+        model._correction = None
 
 
 def _found(folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, overwrite: bool) -> _Found | None:

@@ -77,7 +77,10 @@ def model_identity(model: CellModel) -> str:
     """Return the SHA-256 hash of everything that determines an embedding: weights, vocabulary, names and options."""
     digest = hashlib.sha256(json.dumps(model.spec.to_json(), sort_keys=True).encode())
     digest.update(model.vocab.hash.encode())
-    for name, value in sorted(model.module.state_dict().items()):
+    tensors = model.module.state_dict()
+    if model._correction is not None:
+        tensors |= {f"correction.{name}": value for name, value in model._correction.tensors().items()}
+    for name, value in sorted(tensors.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\0".encode())
         # NumPy has no bfloat16.
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
@@ -441,6 +444,7 @@ def embed_to(
     rank: int | None = None,
     world_size: int | None = None,
     counts: bool = True,
+    correction: float = 0.0,
     overwrite: bool = False,
     progress_bar: bool = True,
     device: str | torch.device = "auto",
@@ -477,6 +481,8 @@ def embed_to(
         gene. They are only copied from an AnnData or a single local h5ad file, block by block from h5ad to h5ad. Output
         for a store, several files or a URL, which may be much larger than memory, never contains them. To plot a gene
         then, copy ``obsm[key]`` into the source, which has the same order of cells.
+    correction
+        How strongly the embedding is corrected for batches, see :meth:`Encoder.get_latent_representation`.
     overwrite
         Whether to replace an embedding of other cells or from another model, even if it is unfinished. A single process
         also recomputes an identical embedding.
@@ -534,6 +540,7 @@ def embed_to(
     model.to_device(chosen_device(device))
     try:
         cells = _open(model, source)
+        codes = model._codes_to_correct(source, cells, correction)
         kept = _with_genes(model, source) if counts else None
         plan = {
             "model": model_identity(model),
@@ -542,9 +549,12 @@ def embed_to(
             "n_cells": len(cells),
             "block_size": block_size,
             "counts": kept is not None,
+            "correction": float(correction),
         }
         hidden = not progress_bar or rank != 0
-        return _embed_blocks(model, cells, kept, files, plan, rank, world_size, batch_size=batch_size, hidden=hidden)
+        return _embed_blocks(
+            model, cells, kept, codes, files, plan, rank, world_size, batch_size=batch_size, hidden=hidden
+        )
     finally:
         model.to_device(before)
 
@@ -553,6 +563,7 @@ def _embed_blocks(
     model: CellModel,
     cells: Cells,
     kept: AnnData | Path | None,
+    codes: np.ndarray | None,
     files: EmbeddingFiles,
     plan: dict[str, Any],
     rank: int,
@@ -566,16 +577,20 @@ def _embed_blocks(
 
     def embedded(rows: np.ndarray) -> np.ndarray:
         try:
-            return embed(model.module, cells, model.tokenizer, objective=objective, batch_size=batch_size, rows=rows)
+            found = embed(model.module, cells, model.tokenizer, objective=objective, batch_size=batch_size, rows=rows)
         except torch.OutOfMemoryError as error:
             raise OptionError(
                 f"batch_size={batch_size} requires more memory than the device {str(model.device)!r} has; lower "
                 "batch_size (--batch-size)."
             ) from error
+        corrected = model._correction
+        if corrected is None or codes is None:
+            return found
+        return corrected.apply(found, codes[rows], plan["correction"])
 
     def frame() -> AnnData:
         obs = embedded_adata(cells, np.empty((len(cells), 0), dtype=np.float32), plan["key"]).obs
-        uns = {UNS_KEY: {plan["key"]: model._provenance(cells, plan["n_latent"])}}
+        uns = {UNS_KEY: {plan["key"]: model._provenance(cells, plan["n_latent"], correction=plan["correction"])}}
         if isinstance(kept, Path) and source_identity(kept, cells, **_setup(model)) != plan["source"]:
             raise DataError(f"source={str(kept)!r} has changed since its cells were embedded; embed them again.")
         found = read_h5ad(kept) if isinstance(kept, Path) and copied is None else kept

@@ -1,0 +1,123 @@
+"""``get_latent_representation(correction=)`` and what it needs of a model."""
+
+import anndata as ad
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from scforge.errors import ModelFileError, OptionError, ScforgeWarning
+from scforge.models import Encoder, ScDiVa
+from scforge.workflows import embed_to
+
+
+@pytest.fixture
+def cells(tiny_adata: ad.AnnData) -> ad.AnnData:
+    tiny_adata.obs["donor"] = tiny_adata.obs["batch"].map({"x": "a", "y": "b"})
+    return tiny_adata
+
+
+@pytest.fixture
+def integrated(trained, cells) -> Encoder:
+    return trained(adata=cells, setup={"batch_key": "donor"})
+
+
+def test_the_correction_is_a_dial_that_is_off_by_default(integrated, cells):
+    off, half, whole = (integrated.get_latent_representation(key_added=None, correction=share) for share in (0, 0.5, 1))
+    assert np.array_equal(off, integrated.get_latent_representation())
+    assert cells.uns["scforge"]["X_scforge"]["correction"] == 0
+    assert not np.allclose(off, whole, atol=1e-3)
+    np.testing.assert_allclose(half, (off + whole) / 2, atol=1e-6)
+    integrated.get_latent_representation(correction=1)
+    assert np.array_equal(cells.obsm["X_scforge"], whole)
+    assert cells.uns["scforge"]["X_scforge"]["correction"] == 1
+
+
+def test_a_loaded_model_and_embed_give_the_same_numbers(integrated, cells, tmp_path):
+    before = integrated.get_latent_representation(key_added=None, correction=1)
+    integrated.save(tmp_path / "model")
+    loaded = Encoder.load(tmp_path / "model")
+    assert np.array_equal(loaded.get_latent_representation(cells, key_added=None, correction=1), before)
+    some = loaded.get_latent_representation(cells, indices=[5, 3], correction=1)
+    np.testing.assert_allclose(some, before[[5, 3]], atol=1e-5)
+    for place in ("embedded.h5ad", "embedded.zarr"):
+        embed_to(loaded, cells, tmp_path / place, correction=1, block_size=7, progress_bar=False)
+    found = ad.read_h5ad(tmp_path / "embedded.h5ad")
+    np.testing.assert_allclose(found.obsm["X_scforge"], before, atol=1e-5)
+    assert found.uns["scforge"]["X_scforge"]["correction"] == 1
+    assert np.array_equal(ad.read_zarr(tmp_path / "embedded.zarr").obsm["X_scforge"], found.obsm["X_scforge"])
+
+
+def test_training_further_fits_it_anew(integrated, cells, quick):
+    before = integrated._correction
+    integrated.train(**quick)
+    assert integrated._correction is not before
+
+
+def test_cells_of_other_batches_are_scaled_and_named(integrated, cells):
+    other = cells.copy()
+    other.obs["donor"] = ["a", "new"] * (other.n_obs // 2)
+    with pytest.warns(ScforgeWarning, match="30 cells are of batches that the model does not know .*'new'"):
+        found = integrated.get_latent_representation(other, key_added=None, correction=1)
+    assert np.isfinite(found).all()
+    other.obs["donor"] = np.nan
+    assert np.isfinite(integrated.get_latent_representation(other, key_added=None, correction=1)).all()
+
+
+def test_a_query_that_is_mapped_is_scaled_like_its_reference(integrated, cells, tmp_path):
+    query = cells[:20].copy()
+    query.obs["donor"] = "c"
+    model = Encoder.load_query_data(query, integrated)
+    found = model.get_latent_representation(key_added=None, correction=1)
+    assert not np.allclose(found, model.get_latent_representation(key_added=None), atol=1e-3)
+    model.save(tmp_path / "query")
+    loaded = Encoder.load(tmp_path / "query", query)
+    assert np.array_equal(loaded.get_latent_representation(key_added=None, correction=1), found)
+
+
+@pytest.mark.parametrize("correction", [-0.1, 1.5, "all", True, None])
+def test_correction_is_a_share(integrated, correction):
+    with pytest.raises(OptionError, match=f"correction={correction!r} is not a number from 0 to 1"):
+        integrated.get_latent_representation(correction=correction)
+
+
+def test_models_without_batches_say_so(trained, cells, tmp_path):
+    model = trained(adata=cells)
+    with pytest.raises(OptionError, match="correction=1, but the model has no correction: .* set batch_key"):
+        model.get_latent_representation(correction=1)
+    with pytest.raises(OptionError, match="the model has no correction"):
+        embed_to(model, cells, tmp_path / "embedded.h5ad", correction=0.5)
+    assert not (tmp_path / "embedded.h5ad").exists()
+    cells.obs["donor"] = "one"
+    with pytest.raises(OptionError, match="the model has no correction"):
+        trained(adata=cells, setup={"batch_key": "donor"}).get_latent_representation(correction=1)
+
+
+def test_cells_without_the_column_say_so(integrated, cells):
+    other = cells.copy()
+    del other.obs["donor"]
+    with pytest.raises(OptionError, match="correction requires the batch of each cell, but 'donor' is not a column"):
+        integrated.get_latent_representation(other, correction=1)
+
+
+def test_a_batch_of_one_cell(trained, cells):
+    cells.obs["donor"] = ["alone", *["other"] * 59]
+    model = trained(adata=cells, setup={"batch_key": "donor"})
+    assert np.isfinite(model.get_latent_representation(correction=1)).all()
+
+
+def test_variances_cannot_be_corrected(cells, quick):
+    ScDiVa.setup_anndata(cells, batch_key="donor")
+    model = ScDiVa(cells, hidden_dim=8, num_layers=1, num_heads=2, latent_dim=4)
+    model.train(**quick)
+    with pytest.raises(OptionError, match=r"correction=1 cannot be combined with return_dist=True"):
+        model.get_latent_representation(return_dist=True, correction=1)
+
+
+def test_damage_is_found(integrated, tmp_path):
+    integrated.save(tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["scforge.correction.shifts"] = tensors["scforge.correction.shifts"][:1].contiguous()
+    save_file(tensors, weights)
+    with pytest.raises(ModelFileError):
+        Encoder.load(tmp_path / "model")
