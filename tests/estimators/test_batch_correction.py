@@ -3,10 +3,11 @@
 import anndata as ad
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
+import torch
 
 from scforge.errors import ModelFileError, OptionError, ScforgeWarning
 from scforge.models import Encoder, ScDiVa
+from scforge.training.correction import BatchCorrection
 from scforge.workflows import embed_to
 
 
@@ -56,11 +57,15 @@ def test_training_further_fits_it_anew(integrated, cells, quick):
 def test_cells_of_other_batches_are_scaled_and_named(integrated, cells):
     other = cells.copy()
     other.obs["donor"] = ["a", "new"] * (other.n_obs // 2)
-    with pytest.warns(ScforgeWarning, match="30 cells are of batches that the model does not know .*'new'"):
+    with pytest.warns(ScforgeWarning, match="30 of 60 cells have no batch among .*new: 'new'"):
         found = integrated.get_latent_representation(other, key_added=None, correction=1)
     assert np.isfinite(found).all()
-    other.obs["donor"] = np.nan
-    assert np.isfinite(integrated.get_latent_representation(other, key_added=None, correction=1)).all()
+    some = integrated.get_latent_representation(other, indices=[0, 2], correction=1)  # these have, so no warning
+    assert np.isfinite(some).all()
+    other.obs["donor"] = [None, "b"] * (other.n_obs // 2)
+    with pytest.warns(ScforgeWarning, match="30 of 60 cells have no batch among those of the training cells and"):
+        found = integrated.get_latent_representation(other, key_added=None, correction=1)
+    assert np.isfinite(found).all()
 
 
 def test_a_query_that_is_mapped_is_scaled_like_its_reference(integrated, cells, tmp_path):
@@ -82,7 +87,9 @@ def test_correction_is_a_share(integrated, correction):
 
 def test_models_without_batches_say_so(trained, cells, tmp_path):
     model = trained(adata=cells)
-    with pytest.raises(OptionError, match="correction=1, but the model has no correction: .* set batch_key"):
+    with pytest.raises(
+        OptionError, match="correction=1, but the model has no correction: .*batch_key in setup_anndata"
+    ):
         model.get_latent_representation(correction=1)
     with pytest.raises(OptionError, match="the model has no correction"):
         embed_to(model, cells, tmp_path / "embedded.h5ad", correction=0.5)
@@ -99,6 +106,7 @@ def test_cells_without_the_column_say_so(integrated, cells):
         integrated.get_latent_representation(other, correction=1)
 
 
+@pytest.mark.filterwarnings("ignore::scforge.errors.ScforgeWarning")
 def test_a_batch_of_one_cell(trained, cells):
     cells.obs["donor"] = ["alone", *["other"] * 59]
     model = trained(adata=cells, setup={"batch_key": "donor"})
@@ -113,11 +121,47 @@ def test_variances_cannot_be_corrected(cells, quick):
         model.get_latent_representation(return_dist=True, correction=1)
 
 
-def test_damage_is_found(integrated, tmp_path):
-    integrated.save(tmp_path / "model")
-    weights = tmp_path / "model" / "model.safetensors"
-    tensors = load_file(weights)
-    tensors["scforge.correction.shifts"] = tensors["scforge.correction.shifts"][:1].contiguous()
-    save_file(tensors, weights)
-    with pytest.raises(ModelFileError):
-        Encoder.load(tmp_path / "model")
+def test_an_output_with_other_batches_is_another_embedding(integrated, cells, tmp_path):
+    embed_to(integrated, cells, tmp_path / "embedded.h5ad", correction=1, progress_bar=False)
+    assert embed_to(integrated, cells, tmp_path / "embedded.h5ad", correction=1, progress_bar=False).n_embedded == 0
+    cells.obs["donor"] = cells.obs["donor"].map({"a": "b", "b": "a"})
+    with pytest.raises(OptionError, match="other cells or from another model"):
+        embed_to(integrated, cells, tmp_path / "embedded.h5ad", correction=1, progress_bar=False)
+
+
+def test_cells_that_are_set_up_without_batches_have_those_of_the_model(integrated, cells):
+    other = cells.copy()
+    Encoder.setup_anndata(other)
+    found = integrated.get_latent_representation(other, key_added=None, correction=1)
+    np.testing.assert_allclose(found, integrated.get_latent_representation(key_added=None, correction=1), atol=1e-5)
+
+
+def test_queries_of_a_saved_annotator_are_corrected(trained, cells, quick, tmp_path):
+    model = trained(adata=cells, setup={"batch_key": "donor", "labels_key": "group"})
+    annotator = model.finetune("annotation", max_epochs=1, progress_bar=False, accelerator="cpu")
+    with pytest.raises(OptionError, match="fine-tuning changes the embedding that its base model corrects"):
+        annotator.get_latent_representation(correction=1)
+    query = cells[:20].copy()
+    query.obs["donor"] = "c"
+    before = Encoder.load_query_data(query, annotator).get_latent_representation(key_added=None, correction=1)
+    annotator.save(tmp_path / "annotator")
+    after = Encoder.load_query_data(query, Encoder.load(tmp_path / "annotator"))
+    assert np.array_equal(after.get_latent_representation(key_added=None, correction=1), before)
+
+
+@pytest.mark.parametrize("damage", ["short", "flat", "wide", "double", "infinite", "names", "missing"])
+def test_damage_is_found(integrated, damage):
+    tensors, batches = integrated._correction.tensors(), list(integrated._correction.batches)
+    changes = {
+        "short": {"shifts": tensors["shifts"][:1]},
+        "flat": {"centroids": tensors["centroids"].flatten()},
+        "wide": {"centroids": torch.zeros(0, 2**40)},  # allocates nothing
+        "double": {"center": tensors["center"].double()},
+        "infinite": {"scaling": tensors["scaling"] * np.inf},
+    }
+    damaged = tensors | changes.get(damage, {})
+    if damage == "missing":
+        del damaged["center"]
+    batches = [batches[0]] * 2 if damage == "names" else batches
+    with pytest.raises(ModelFileError, match="'folder' is corrupted: its correction for batches is not valid"):
+        BatchCorrection.of_tensors(damaged, batches, source="folder")

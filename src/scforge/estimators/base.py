@@ -25,10 +25,11 @@ from scvi.model.base import BaseModelClass
 from scvi.model.base._base_model import BaseModelMetaClass
 
 from scforge._checks import check_key, check_share
+from scforge._columns import texts_of
 from scforge._constants import AUTO_KEY, OBSM_KEY, QUERY_KEY, UNS_KEY
 from scforge._registry import check_options
 from scforge._version import __version__
-from scforge.data.cells import Cells, CellSource
+from scforge.data.cells import Cells, CellSource, choose_chunks
 from scforge.data.checks import (
     check_adata,
     check_obs_column,
@@ -383,7 +384,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         source = self._ready(adata, "its embedding is")
         cells = self._open(source)
         rows = None if indices is None else positions(indices, len(cells))
-        codes = self._codes_to_correct(source, cells, correction)
+        codes = self._codes_to_correct(source, cells, correction, rows)
         embedding = embed(
             self.module, cells, self._tokenizer, objective=self._objective, batch_size=batch_size, rows=rows
         )
@@ -393,19 +394,23 @@ class CellModel(BaseModelClass, metaclass=_Front):
             self._keep(source, key_added, embedding, cells, correction=correction)
         return embedding
 
-    def _codes_to_correct(self, source: Any, cells: Cells, correction: float) -> np.ndarray | None:
+    def _codes_to_correct(
+        self, source: Any, cells: Cells, correction: float, rows: np.ndarray | None = None
+    ) -> np.ndarray | None:
         """Return codes of the batches of all cells, int64, shape (N,), or None if `correction` is 0."""
         if not check_share("correction", correction):
             return None
         if self._correction is None:
-            raise OptionError(
-                f"correction={correction}, but the model has no correction: it was not trained on several batches, or "
-                "by an earlier version; set batch_key in setup_anndata and train, or pass correction=0."
+            reason = (
+                "models that were trained on at least two batches (batch_key in setup_anndata) have one"
+                if self._spec.tuning is None
+                else "fine-tuning changes the embedding that its base model corrects"
             )
+            raise OptionError(f"correction={correction}, but the model has no correction: {reason}; pass correction=0.")
         if self._is_query:
             return unknown_batches(len(cells))
         setup = self._setup_of(source) if isinstance(source, AnnData) else None
-        return self._correction.codes(cells, (setup or self._setup).get("batch_key"))
+        return self._correction.codes(cells, (setup or {}).get("batch_key") or self._setup.get("batch_key"), rows)
 
     def _keep(self, adata: AnnData, key: str, embedding: np.ndarray, cells: Cells, *, correction: float = 0.0) -> None:
         """Write an embedding and its settings into the AnnData of the cells."""
@@ -672,7 +677,12 @@ class CellModel(BaseModelClass, metaclass=_Front):
         key = self._setup.get("batch_key")
         if self._spec.tuning is not None or key is None:
             return
-        some = cells.sample(N_CELLS, rows=rows, seed=self.seed)
+        try:
+            batches = texts_of(cells.column(key), key=key, argument="batch_key")
+        except DataError:  # a store without the column
+            return
+        chosen = choose_chunks(len(cells), N_CELLS, cells.chunk_size, rows=rows, groups=np.asarray(batches.codes)[rows])
+        some = cells.sample(N_CELLS, rows=chosen)
         some = some.take(some.content_order())  # clusters depend on the order
         embeddings = embed(self.module, some, self._tokenizer, objective=self._objective, batch_size=batch_size)
         self._correction = BatchCorrection.fit(embeddings, some, key, seed=self.seed)
@@ -778,6 +788,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
     def _content(self) -> dict[str, Any]:
         """Return a JSON-safe description of the model."""
         facts = self._card_facts().to_json()
+        base = self._mapping_base if self._labeled is not None and self._labeled.in_base else None
+        correction = self._correction if base is None else base._correction
         return {
             "class": type(self).__name__,
             **self._spec.to_json(),
@@ -786,7 +798,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
             "is_trained": self.is_trained_,
             "n_epochs": self.n_epochs_,
             "history": self._history_lists(),
-            **({} if self._correction is None else {"corrected_batches": self._correction.batches}),
+            **({} if correction is None else {"corrected_batches": correction.batches}),
             **({"card": facts} if facts else {}),
         }
 
@@ -856,6 +868,9 @@ class CellModel(BaseModelClass, metaclass=_Front):
             base = cls._of_parts(parts, vocab, registry=bare_registry(cls.__name__, setup), seed=config["seed"])
             load_weights(base.module, of_base, source=str(dir_path))
             base._landmarks, base.is_trained_, base.n_epochs_ = of_base.get(LANDMARKS), True, tuning.base["n_epochs"]
+            if correction := part_of(of_base, CORRECTION):
+                batches = config.get("corrected_batches")
+                base._correction = BatchCorrection.of_tensors(correction, batches, source=str(dir_path))
             base._opened = model._opened
             model._base = base
         model.to_device(device)

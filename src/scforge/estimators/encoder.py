@@ -1082,7 +1082,9 @@ class Encoder(CellModel):
         if integrated:
             model.module.head.take_over(reference.module.head)
         if stays:
-            model._landmarks, model._correction = reference._landmarks, reference._correction
+            model._landmarks = reference._landmarks
+        if frozen:
+            model._correction = reference._correction
         if reference_cells is not None:
             model._query = source
         elif stays and reference._landmarks is not None:

@@ -77,13 +77,20 @@ def model_identity(model: CellModel) -> str:
     """Return the SHA-256 hash of everything that determines an embedding: weights, vocabulary, names and options."""
     digest = hashlib.sha256(json.dumps(model.spec.to_json(), sort_keys=True).encode())
     digest.update(model.vocab.hash.encode())
-    tensors = model.module.state_dict()
-    if model._correction is not None:
-        tensors |= {f"correction.{name}": value for name, value in model._correction.tensors().items()}
-    for name, value in sorted(tensors.items()):
+    for name, value in sorted(model.module.state_dict().items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\0".encode())
         # NumPy has no bfloat16.
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _identity_of_correction(model: CellModel, codes: np.ndarray) -> str:
+    """Return the SHA-256 hash of the correction of a model, and of the batches of the cells that it is applied to."""
+    assert model._correction is not None
+    digest = hashlib.sha256(codes.tobytes())
+    for name, value in sorted(model._correction.tensors().items()):
+        digest.update(f"{name}\0".encode())
+        digest.update(value.numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -540,7 +547,8 @@ def embed_to(
     model.to_device(chosen_device(device))
     try:
         cells = _open(model, source)
-        codes = model._codes_to_correct(source, cells, correction)
+        opened = source if isinstance(source, list | tuple) or is_query(source) else model._source(source)
+        codes = model._codes_to_correct(opened, cells, correction)
         kept = _with_genes(model, source) if counts else None
         plan = {
             "model": model_identity(model),
@@ -549,8 +557,9 @@ def embed_to(
             "n_cells": len(cells),
             "block_size": block_size,
             "counts": kept is not None,
-            "correction": float(correction),
         }
+        if codes is not None:
+            plan |= {"correction": float(correction), "corrected": _identity_of_correction(model, codes)}
         hidden = not progress_bar or rank != 0
         return _embed_blocks(
             model, cells, kept, codes, files, plan, rank, world_size, batch_size=batch_size, hidden=hidden
@@ -590,7 +599,9 @@ def _embed_blocks(
 
     def frame() -> AnnData:
         obs = embedded_adata(cells, np.empty((len(cells), 0), dtype=np.float32), plan["key"]).obs
-        uns = {UNS_KEY: {plan["key"]: model._provenance(cells, plan["n_latent"], correction=plan["correction"])}}
+        uns = {
+            UNS_KEY: {plan["key"]: model._provenance(cells, plan["n_latent"], correction=plan.get("correction", 0.0))}
+        }
         if isinstance(kept, Path) and source_identity(kept, cells, **_setup(model)) != plan["source"]:
             raise DataError(f"source={str(kept)!r} has changed since its cells were embedded; embed them again.")
         found = read_h5ad(kept) if isinstance(kept, Path) and copied is None else kept
