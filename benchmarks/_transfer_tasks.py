@@ -197,7 +197,10 @@ def blood(reference: str, query: str, folder: str | None, seed: int) -> Pair:
 
 
 def donor_pairs(folder: str | None, seed: int) -> Pair:
-    """Two donors by the other six, another pair in each of 28 runs, all cells; a test."""
+    """Two donors by the other six, another pair in each of 28 runs, all cells; a test.
+
+    Each donor is in one pair of the runs 0, 13, 22 and 27; so in 1, 8, 23 and 26, and in 2, 7, 24 and 25.
+    """
     cells = kang(folder)
     is_query = cells.obs[BATCH].isin(DONOR_PAIRS[seed])
     return cells[~is_query].copy(), cells[is_query].copy()
