@@ -123,7 +123,9 @@ def scvi(pair: Pair, seed: int, *, tuned: bool) -> tuple[np.ndarray, np.ndarray]
     return transfer.halves(model.get_latent_representation(), pair)
 
 
-def scforge(pair: Pair, seed: int, *, correction: float, power: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+def scforge(
+    pair: Pair, seed: int, *, correction: float = 1.0, power: float | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Our default, with its own correction, or with one that keeps another power of the standard deviations."""
     model = trained_once(pair, lambda: transfer.encoder(both(pair), seed), "scforge")
     if power is None:
@@ -137,9 +139,9 @@ METHODS: dict[str, Callable[[Pair, int], tuple[np.ndarray, np.ndarray]]] = {
     "scforge": partial(scforge, correction=0.0),
     "scforge, half corrected": partial(scforge, correction=0.5),
     "scforge, corrected": partial(scforge, correction=1.0),
-    "scforge, Harmony on it": partial(scforge, correction=1.0, power=1.0),
-    "scforge, half whitened, Harmony": partial(scforge, correction=1.0, power=0.5),
-    "scforge, whitened, Harmony": partial(scforge, correction=1.0, power=0.0),
+    "scforge, Harmony on it": partial(scforge, power=1.0),
+    "scforge, half whitened, Harmony": partial(scforge, power=0.5),
+    "scforge, whitened, Harmony": partial(scforge, power=0.0),
     "PCA": partial(components, scale=False),
     "PCA, scaled genes": partial(components, scale=True),
     "Harmony": partial(transfer.harmony, scale=False),

@@ -144,6 +144,7 @@ def fit_harmony(coordinates: np.ndarray, codes: np.ndarray, *, seed: int = 0) ->
     original = np.asarray(coordinates, dtype=np.float64)
     n_clusters = max(_MIN_CLUSTERS, min(round(n_cells / _CELLS_OF_CLUSTER), _MAX_CLUSTERS))
     members = _one_hot(codes, n_batches)
+    rows = [np.flatnonzero(codes == batch) for batch in range(n_batches)]
     batch_share = np.bincount(codes) / n_cells
     generator = np.random.default_rng(seed)
     directions = _unit(original)
@@ -164,10 +165,10 @@ def fit_harmony(coordinates: np.ndarray, codes: np.ndarray, *, seed: int = 0) ->
                 assigned[block] /= assigned[block].sum(axis=1, keepdims=True)
                 observed += members[block].T @ assigned[block]
                 expected += np.outer(batch_share, assigned[block].sum(axis=0))
-        shifts = _batch_shifts(original, codes, assigned)
+        shifts = _batch_shifts(original, rows, assigned)
         corrected = original.copy()
-        for batch, shift in enumerate(shifts):
-            corrected[codes == batch] -= assigned[codes == batch] @ shift
+        for of_batch, shift in zip(rows, shifts, strict=True):
+            corrected[of_batch] -= assigned[of_batch] @ shift
         directions = _unit(corrected)
         entropy = (assigned * np.log(np.maximum(assigned, _TINY))).sum()
         mixing = (observed * np.log((observed + expected + 1) / (expected + 1))).sum()
@@ -179,13 +180,12 @@ def fit_harmony(coordinates: np.ndarray, codes: np.ndarray, *, seed: int = 0) ->
     return HarmonyFit(corrected, _unit(assigned.T @ directions), shifts, penalties)
 
 
-def _batch_shifts(original: np.ndarray, codes: np.ndarray, assigned: np.ndarray) -> np.ndarray:
-    """Return the batch effects estimated by ridge regression in each cluster, around the mean of the cluster."""
-    rows = [np.flatnonzero(codes == batch) for batch in range(codes.max() + 1)]
+def _batch_shifts(original: np.ndarray, rows: list[np.ndarray], assigned: np.ndarray) -> np.ndarray:
+    """Return the effect of each batch (at `rows`) by ridge regression in each cluster, around the cluster's mean."""
     observed = np.stack([assigned[of_batch].sum(axis=0) for of_batch in rows])
     sums = np.stack([assigned[of_batch].T @ original[of_batch] for of_batch in rows])
     n_cells = np.array([len(of_batch) for of_batch in rows])[:, None]
-    ridge = _ALPHA * n_cells / len(codes) * observed.sum(axis=0)
+    ridge = _ALPHA * n_cells / len(original) * observed.sum(axis=0)
     ridge[observed < _MIN_SHARE * n_cells] = np.inf  # a batch without cells in the cluster is not corrected
     # The normal equations have one column per batch; the equations of the batches are solved first.
     held = 1 - observed / (observed + ridge)

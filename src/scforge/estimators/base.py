@@ -75,7 +75,7 @@ from scforge.models._utils import count_parameters
 from scforge.models.components.gene_vectors import check_filled
 from scforge.models.registry import MODELS
 from scforge.tokenizers.base import TOKENIZERS, Tokenizer
-from scforge.training.correction import N_CELLS, BatchCorrection, unknown_batches
+from scforge.training.correction import N_CELLS, BatchCorrection
 from scforge.training.datamodule import CellDataModule
 from scforge.training.objectives.base import OBJECTIVES, Objective
 from scforge.training.predict import embed
@@ -343,8 +343,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
         correction
             How strongly the embedding is corrected for the batches that the model was trained on, from 0 (not at all)
             to 1. More correction mixes batches better and conserves less biology. The correction scales principal
-            components of the embedding and applies Harmony, as fitted after training
-            [1]_. Query models scale alike, because their cells are mapped already.
+            components of the embedding and applies Harmony [1]_, as fitted after training. Query models only scale,
+            because their cells are mapped already.
         **of_others
             Raises an error with advice for arguments of other packages, e.g. `return_dist` of scvi-tools.
 
@@ -388,8 +388,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         embedding = embed(
             self.module, cells, self._tokenizer, objective=self._objective, batch_size=batch_size, rows=rows
         )
-        if self._correction is not None and codes is not None:
-            embedding = self._correction.apply(embedding, codes if rows is None else codes[rows], correction)
+        embedding = self._corrected(embedding, codes if codes is None or rows is None else codes[rows], correction)
         if key_added is not None and rows is None and isinstance(source, AnnData):
             self._keep(source, key_added, embedding, cells, correction=correction)
         return embedding
@@ -408,9 +407,15 @@ class CellModel(BaseModelClass, metaclass=_Front):
             )
             raise OptionError(f"correction={correction}, but the model has no correction: {reason}; pass correction=0.")
         if self._is_query:
-            return unknown_batches(len(cells))
-        setup = self._setup_of(source) if isinstance(source, AnnData) else None
-        return self._correction.codes(cells, (setup or {}).get("batch_key") or self._setup.get("batch_key"), rows)
+            return np.full(len(cells), -1, dtype=np.int64)  # the mapping has moved them
+        key = (self._setup_of(source) or {}).get("batch_key") or self._setup.get("batch_key")
+        return self._correction.codes(cells, key, rows)
+
+    def _corrected(self, embeddings: np.ndarray, codes: np.ndarray | None, correction: float) -> np.ndarray:
+        """Return corrected embeddings of cells with the batches `codes`, or the same without codes."""
+        if codes is None or self._correction is None:
+            return embeddings
+        return self._correction.apply(embeddings, codes, correction)
 
     def _keep(self, adata: AnnData, key: str, embedding: np.ndarray, cells: Cells, *, correction: float = 0.0) -> None:
         """Write an embedding and its settings into the AnnData of the cells."""
@@ -636,10 +641,12 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return cells
 
     @classmethod
-    def _setup_of(cls, adata: AnnData) -> dict[str, Any] | None:
-        """Return the fields that `adata` was set up with, or None if it is not set up."""
+    def _setup_of(cls, source: Any) -> dict[str, Any] | None:
+        """Return the fields that an AnnData was set up with, or None if it is not set up, or for other sources."""
+        if not isinstance(source, AnnData):
+            return None
         try:
-            manager = cls._get_most_recent_anndata_manager(adata)
+            manager = cls._get_most_recent_anndata_manager(source)
         except ValueError:  # a copy of an AnnData that was set up
             return None
         return None if manager is None else manager.registry["setup_args"]
@@ -859,18 +866,15 @@ class CellModel(BaseModelClass, metaclass=_Front):
         model = cls._of_parts(config, vocab, adata=adata, registry=registry, seed=config["seed"], tuning=tuning)
         load_weights(model.module, weights, source=str(dir_path))
         model._landmarks = weights.get(LANDMARKS)
-        if correction := part_of(weights, CORRECTION):
-            batches = config.get("corrected_batches")
-            model._correction = BatchCorrection.of_tensors(correction, batches, source=str(dir_path))
+        batches = config.get("corrected_batches")
+        model._correction = BatchCorrection.of_tensors(part_of(weights, CORRECTION), batches, source=str(dir_path))
         model._restore(config, dir_path, weights)
         if tuning is not None and (of_base := part_of(weights, BASE)):
             parts = replace(model.spec, tuning=None).to_json()
             base = cls._of_parts(parts, vocab, registry=bare_registry(cls.__name__, setup), seed=config["seed"])
             load_weights(base.module, of_base, source=str(dir_path))
             base._landmarks, base.is_trained_, base.n_epochs_ = of_base.get(LANDMARKS), True, tuning.base["n_epochs"]
-            if correction := part_of(of_base, CORRECTION):
-                batches = config.get("corrected_batches")
-                base._correction = BatchCorrection.of_tensors(correction, batches, source=str(dir_path))
+            base._correction = BatchCorrection.of_tensors(part_of(of_base, CORRECTION), batches, source=str(dir_path))
             base._opened = model._opened
             model._base = base
         model.to_device(device)

@@ -1050,7 +1050,7 @@ class Encoder(CellModel):
         source = reference._source(query)
         cells: Any = reference._open(source)
         split: dict[str, Any] = {"validation_size": validation_size, "test_size": 0.0, "seed": seed}
-        setup = reference._setup_of(source) if isinstance(source, AnnData) else None
+        setup = reference._setup_of(source)
         key: Any = batch_key or (setup or {}).get("batch_key") or known.get("batch_key")
         if batch_key is not None:
             cells.column(batch_key)  # raises if there is none
@@ -1355,8 +1355,7 @@ class Encoder(CellModel):
 
     def _batches_of(self, source: Any, cells: Any) -> np.ndarray:
         """Return the batch of each cell by the setup of an AnnData or of this model; one batch without a key."""
-        setup = self._setup_of(source) if isinstance(source, AnnData) else None
-        key = (setup or self._setup).get("batch_key")
+        key = (self._setup_of(source) or self._setup).get("batch_key")
         if self._reference is not None and source is self._reference:
             key = next(iter(cells.obs.columns[1:]), None)
         if key is None or cells.obs is None or key not in cells.obs:

@@ -92,7 +92,7 @@ def finetune(
     check_filled(model.module)
     seed = model.seed if seed is None else check_seed(seed)
     source = model._source(source)
-    registered = model._setup_of(source) if isinstance(source, AnnData) else None
+    registered = model._setup_of(source)
     setup = registered or model._setup
     common = {"labels_key": labels_key, "batch_key": batch_key, "head": head}
     name, task_options = _task_options(task, options, common, setup)

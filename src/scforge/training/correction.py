@@ -36,14 +36,25 @@ _SMALLEST = 1e-4
 """Smallest standard deviation of a principal component relative to the largest."""
 
 
+def _shapes(n_latent: int, n_clusters: int, n_batches: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of a correction; the last of the batches stands for all others."""
+    return {
+        "center": (n_latent,),
+        "scaling": (n_latent, n_latent),
+        "centroids": (n_clusters, n_latent),
+        "shifts": (n_batches + 1, n_clusters, n_latent),
+        "log_penalties": (n_batches + 1, n_clusters),
+    }
+
+
 class LatentCorrection(nn.Module):
     """Correct embeddings for batches by a fixed formula, without training.
 
     The principal components of the embedding are scaled to a power of their standard deviation, so that the few
     that separate cell types do not hide the others. Then Harmony [1]_ finds clusters of cells and the shift of each
     batch in each of them. A cell moves by the mean of the shifts of its batch, weighted by how likely it belongs to
-    each cluster. For the cells that it was fitted on, this is nearly Harmony's result (it
-    differs by 0.01% to 3% of the squared movement). Cells of other batches are scaled and do not move.
+    each cluster. For the cells that it was fitted on, this is nearly Harmony's result (it differs by 0.01% to 3% of the
+    squared movement). Cells of other batches are scaled and do not move.
 
     Parameters
     ----------
@@ -63,12 +74,8 @@ class LatentCorrection(nn.Module):
 
     def __init__(self, n_latent: int, n_clusters: int, n_batches: int) -> None:
         super().__init__()
-        self.register_buffer("center", torch.zeros(n_latent))
-        self.register_buffer("scaling", torch.eye(n_latent))
-        self.register_buffer("centroids", torch.zeros(n_clusters, n_latent))
-        # The last of the batches stands for all others.
-        self.register_buffer("shifts", torch.zeros(n_batches + 1, n_clusters, n_latent))
-        self.register_buffer("log_penalties", torch.zeros(n_batches + 1, n_clusters))
+        for name, shape in _shapes(n_latent, n_clusters, n_batches).items():
+            self.register_buffer(name, torch.zeros(shape))
 
     @classmethod
     def fit(
@@ -201,37 +208,25 @@ class BatchCorrection:
         return dict(self.module.state_dict())
 
     @classmethod
-    def of_tensors(cls, tensors: Mapping[str, torch.Tensor], batches: Any, *, source: str) -> Self:
-        """Return a correction from its saved tensors and the names of its batches.
+    def of_tensors(cls, tensors: Mapping[str, torch.Tensor], batches: Any, *, source: str) -> Self | None:
+        """Return a correction from its saved tensors and the names of its batches; None without tensors.
 
         Raises
         ------
         ModelFileError
             If they do not fit together.
         """
-        n_clusters, n_latent = _size_of(tensors.get("centroids"))
+        if not tensors:
+            return None
+        shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+        size = shapes.get("centroids", ())
+        n_clusters, n_latent = size if len(size) == 2 else (0, 0)
         is_list = isinstance(batches, list) and all(isinstance(name, str) for name in batches)
         n_batches = len(set(batches)) if is_list else -1
-        expected = {
-            "center": (n_latent,),
-            "scaling": (n_latent, n_latent),
-            "centroids": (n_clusters, n_latent),
-            "shifts": (n_batches + 1, n_clusters, n_latent),
-            "log_penalties": (n_batches + 1, n_clusters),
-        }
-        shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+        expected = _shapes(n_latent, n_clusters, n_batches)
         is_sound = all(value.dtype == torch.float32 and value.isfinite().all() for value in tensors.values())
         if n_batches < 2 or n_batches != len(batches) or not n_clusters or shapes != expected or not is_sound:
             raise ModelFileError(f"{source!r} is corrupted: its correction for batches is not valid; copy it again.")
         module = LatentCorrection(n_latent, n_clusters, n_batches)
         module.load_state_dict(dict(tensors))
         return cls(module, batches)
-
-
-def _size_of(matrix: torch.Tensor | None) -> tuple[int, int]:
-    return (0, 0) if matrix is None or matrix.ndim != 2 else (matrix.shape[0], matrix.shape[1])
-
-
-def unknown_batches(n_cells: int) -> np.ndarray:
-    """Return codes of cells that are scaled but not moved, e.g. of a query that is mapped already."""
-    return np.full(n_cells, -1, dtype=np.int64)

@@ -11,7 +11,7 @@ import secrets
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,20 +77,23 @@ def model_identity(model: CellModel) -> str:
     """Return the SHA-256 hash of everything that determines an embedding: weights, vocabulary, names and options."""
     digest = hashlib.sha256(json.dumps(model.spec.to_json(), sort_keys=True).encode())
     digest.update(model.vocab.hash.encode())
-    for name, value in sorted(model.module.state_dict().items()):
+    _add_tensors(digest, model.module.state_dict())
+    return digest.hexdigest()
+
+
+def _add_tensors(digest: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Add names, types, shapes and values of tensors to a hash."""
+    for name, value in sorted(tensors.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\0".encode())
         # NumPy has no bfloat16.
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def _identity_of_correction(model: CellModel, codes: np.ndarray) -> str:
     """Return the SHA-256 hash of the correction of a model, and of the batches of the cells that it is applied to."""
     assert model._correction is not None
     digest = hashlib.sha256(codes.tobytes())
-    for name, value in sorted(model._correction.tensors().items()):
-        digest.update(f"{name}\0".encode())
-        digest.update(value.numpy().tobytes())
+    _add_tensors(digest, model._correction.tensors())
     return digest.hexdigest()
 
 
@@ -592,10 +595,7 @@ def _embed_blocks(
                 f"batch_size={batch_size} requires more memory than the device {str(model.device)!r} has; lower "
                 "batch_size (--batch-size)."
             ) from error
-        corrected = model._correction
-        if corrected is None or codes is None:
-            return found
-        return corrected.apply(found, codes[rows], plan["correction"])
+        return model._corrected(found, None if codes is None else codes[rows], plan.get("correction", 0.0))
 
     def frame() -> AnnData:
         obs = embedded_adata(cells, np.empty((len(cells), 0), dtype=np.float32), plan["key"]).obs
