@@ -29,6 +29,7 @@ from _tables import best_other, difference, keep, means, read, rewrite
 from _transfer_tasks import (
     BATCH,
     LABEL,
+    PBMC,
     Pair,
     blood,
     condition,
@@ -58,6 +59,10 @@ QUESTIONS = {
     "studies": "these donors and PBMC 3k of another study (test)",
     "sorted": "FACS-sorted cells and CITE-seq cells, by sort and by protein (test)",
     "patients": "tumors of five patients with and without panobinostat, by treatment (glioblastoma_panobinostat, test)",
+    "absent_types": "three simulated donors, each without other types (from pbmc3k, test)",
+    "unequal": "simulated donors with 88, 10 and 2 % of the cells (from pbmc3k, test)",
+    "tiny": "two simulated donors, and one of 20 cells (from pbmc3k, test)",
+    "confounded": "two simulated donors that share one type of eight (from pbmc3k, test)",
 }
 
 
@@ -97,6 +102,25 @@ def patients(folder: str | None) -> ad.AnnData:
     return prepared(adata, adata.obs["condition"], adata.obs["donor"].astype(str))
 
 
+def few_in_common(kind: str, folder: str | None) -> ad.AnnData:
+    """Simulated donors, with effects as in ``simulated_donors``, that have few types or few cells in common; tests."""
+    generator = np.random.default_rng(2_000)
+    adata = load("pbmc3k", folder)
+    cells = prepared(adata, adata.obs["cell_type"].map(PBMC), "pbmc3k")
+    cells = cells[:, np.asarray((cells.X > 0).sum(axis=0)).ravel() >= 3].copy()
+    types = cells.obs[LABEL].cat.codes.to_numpy()
+    if kind == "absent_types":
+        donors = (types + generator.choice([1, 2], cells.n_obs)) % 3
+    elif kind == "unequal":
+        donors = generator.choice(3, cells.n_obs, p=[0.88, 0.1, 0.02])
+    elif kind == "tiny":
+        donors = generator.choice(2, cells.n_obs)
+        donors[generator.permutation(cells.n_obs)[:20]] = 2
+    else:
+        donors = np.where(types == 0, generator.choice(2, cells.n_obs), types % 2)
+    return with_donor_effects(cells, donors, generator)
+
+
 TUNING: dict[str, Callable[[str | None], ad.AnnData]] = {
     "protocols": lambda folder: both(protocol(folder, 0)),
     "condition": lambda folder: both(condition(folder, 0)),
@@ -108,6 +132,7 @@ TEST: dict[str, Callable[[str | None], ad.AnnData]] = {
     "studies": lambda folder: both(study(folder, 0)),
     "sorted": lambda folder: both(blood("facs", "cite", folder, 0)),
     "patients": patients,
+    **{kind: partial(few_in_common, kind) for kind in ("absent_types", "unequal", "tiny", "confounded")},
 }
 DATASETS = {**TUNING, **TEST}
 

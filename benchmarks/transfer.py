@@ -264,8 +264,13 @@ def trained_once[Model](pair: Pair, train: Callable[[], Model], name: str) -> Mo
     return model
 
 
-def scforge(pair: Pair, seed: int, *, how: str = "moved") -> tuple[np.ndarray, np.ndarray]:
-    """Our default on the reference; the query is embedded, then moved, or trained on together with the reference."""
+def scforge(
+    pair: Pair, seed: int, *, how: str = "moved", correction: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Our default on the reference; the query is embedded, then moved, or trained on together with the reference.
+
+    A reference of a single batch has no correction.
+    """
     model = trained_once(pair, lambda: encoder(pair[0].copy(), seed), "scforge")
     reference, query = model.adata, pair[1].copy()
     if how == "moved":
@@ -275,8 +280,10 @@ def scforge(pair: Pair, seed: int, *, how: str = "moved") -> tuple[np.ndarray, n
         model.train(progress_bar=False, accelerator="cpu")
     else:
         mapped = model
+    share = correction if pair[0].obs[BATCH].nunique() > 1 else 0.0
     return tuple(
-        one.get_latent_representation(part, key_added=None) for one, part in ((model, reference), (mapped, query))
+        one.get_latent_representation(part, key_added=None, correction=share)
+        for one, part in ((model, reference), (mapped, query))
     )
 
 
@@ -287,6 +294,7 @@ def scratch(pair: Pair, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 METHODS: dict[str, Callable[[Pair, int], tuple | np.ndarray]] = {
     "scforge, mapped": scforge,
+    "scforge, mapped, corrected": partial(scforge, correction=1.0),
     "scforge, encoder alone": lambda pair, seed: scforge(pair, seed, how="embedded"),
     "scforge, trained further on both": lambda pair, seed: scforge(pair, seed, how="together"),
     "scforge, trained on both": scratch,
