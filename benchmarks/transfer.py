@@ -264,9 +264,7 @@ def trained_once[Model](pair: Pair, train: Callable[[], Model], name: str) -> Mo
     return model
 
 
-def scforge(
-    pair: Pair, seed: int, *, how: str = "moved", correction: float = 0.0
-) -> tuple[np.ndarray, np.ndarray]:
+def scforge(pair: Pair, seed: int, *, how: str = "moved", correction: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
     """Our default on the reference; the query is embedded, then moved, or trained on together with the reference.
 
     A reference of a single batch has no correction.

@@ -320,7 +320,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         key_added: str | None = AUTO_KEY,
         batch_size: int = 256,
         indices: Sequence[int] | np.ndarray | None = None,
-        correction: float = 0.0,
+        correction: float | None = None,
         **of_others: Any,
     ) -> np.ndarray:
         """Embed cells, and write the embedding into ``adata.obsm``.
@@ -344,7 +344,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
             How strongly the embedding is corrected for the batches that the model was trained on, from 0 (not at all)
             to 1. More correction mixes batches better and conserves less biology. The correction scales principal
             components of the embedding and applies Harmony [1]_, as fitted after training. Query models only scale,
-            because their cells are mapped already.
+            because their cells are mapped already. If None, it is 1 for models that were fine-tuned for
+            ``"integration"``, and 0 for others.
         **of_others
             Raises an error with advice for arguments of other packages, e.g. `return_dist` of scvi-tools.
 
@@ -384,6 +385,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         source = self._ready(adata, "its embedding is")
         cells = self._open(source)
         rows = None if indices is None else positions(indices, len(cells))
+        correction = self._default_correction if correction is None else correction
         codes = self._codes_to_correct(source, cells, correction, rows)
         embedding = embed(
             self.module, cells, self._tokenizer, objective=self._objective, batch_size=batch_size, rows=rows
@@ -408,8 +410,23 @@ class CellModel(BaseModelClass, metaclass=_Front):
             raise OptionError(f"correction={correction}, but the model has no correction: {reason}; pass correction=0.")
         if self._is_query:
             return np.full(len(cells), -1, dtype=np.int64)  # the mapping has moved them
-        key = (self._setup_of(source) or {}).get("batch_key") or self._setup.get("batch_key")
+        key = (self._setup_of(source) or {}).get("batch_key") or self._corrected_key
         return self._correction.codes(cells, key, rows)
+
+    @property
+    def _corrected_key(self) -> str | None:
+        """The column of the batches that the embedding is corrected for; that of the setup, or of the task."""
+        tuning = self._spec.tuning
+        if tuning is None:
+            return self._setup.get("batch_key")
+        is_reference = tuning.task == "integration" and tuning.task_options.get("n_reference") is None
+        return tuning.task_options["batch_key"] if is_reference else None
+
+    @property
+    def _default_correction(self) -> float:
+        """How strongly embeddings are corrected unless one asks for something else."""
+        tuning = self._spec.tuning
+        return float(self._correction is not None and tuning is not None and tuning.task == "integration")
 
     def _corrected(self, embeddings: np.ndarray, codes: np.ndarray | None, correction: float) -> np.ndarray:
         """Return corrected embeddings of cells with the batches `codes`, or the same without codes."""
@@ -681,8 +698,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
     def _fit_correction(self, cells: Cells, rows: np.ndarray, batch_size: int) -> None:
         """Fit the correction for batches on a sample of the training cells, if they have several batches."""
-        key = self._setup.get("batch_key")
-        if self._spec.tuning is not None or key is None:
+        if (key := self._corrected_key) is None:
             return
         try:
             batches = texts_of(cells.column(key), key=key, argument="batch_key")

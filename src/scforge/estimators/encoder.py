@@ -817,7 +817,12 @@ class Encoder(CellModel):
         return task
 
     def _predictor(self, cells: Cells, batch_size: int) -> Predictor:
-        return Predictor(self.module, self.tokenizer, self.objective, cells, batch_size)
+        def correct(embeddings: np.ndarray, rows: np.ndarray, correction: float) -> np.ndarray:
+            codes = self._codes_to_correct(None, cells, correction, rows)
+            return self._corrected(embeddings, None if codes is None else codes[rows], correction)
+
+        predictor = Predictor(self.module, self.tokenizer, self.objective, cells, batch_size)
+        return replace(predictor, correct=correct) if self._default_correction else predictor
 
     def _over_all_genes(self, source: Any, vocab: GeneVocab | None) -> Cells:
         """Open cells over `vocab` for baselines. If None, uses all genes of an AnnData, or the genes of the model."""

@@ -43,6 +43,8 @@ class Predictor:
         Number of cells per batch.
     new
         Cells that the model was not fine-tuned on, if they are predicted differently.
+    correct
+        Function that corrects embeddings, shape (N, D), of the cells in some rows for batches by a share of the way.
 
     Examples
     --------
@@ -61,6 +63,7 @@ class Predictor:
     cells: Cells
     batch_size: int = 256
     new: NewCells | None = None
+    correct: Callable[[np.ndarray, np.ndarray, float], np.ndarray] | None = None
 
     @property
     def task(self) -> Task:
@@ -72,9 +75,15 @@ class Predictor:
         """Return the head outputs for each cell (in `rows`), float32, shape (N, K)."""
         return self._over(lambda module, batch: module(**batch).logits, rows)
 
-    def embedding(self, rows: np.ndarray | None = None) -> np.ndarray:
-        """Return the embedding of each cell (in `rows`), float32, shape (N, D)."""
-        return self._over(lambda module, batch: module.encode(**batch), rows)
+    def embedding(self, rows: np.ndarray | None = None, *, correction: float = 1.0) -> np.ndarray:
+        """Return the embedding of each cell (in `rows`), float32, shape (N, D).
+
+        If the model corrects its embedding for batches, it is corrected by the share `correction` of the way.
+        """
+        embeddings = self._over(lambda module, batch: module.encode(**batch), rows)
+        if self.correct is None:
+            return embeddings
+        return self.correct(embeddings, np.arange(len(self.cells)) if rows is None else rows, correction)
 
     def _over(self, compute: Callable[[nn.Module, Batch], torch.Tensor], rows: np.ndarray | None) -> np.ndarray:
         """Return the output of `compute` for each cell (in `rows`), using the module for new cells for these."""

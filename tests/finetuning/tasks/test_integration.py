@@ -6,7 +6,7 @@ import torch
 from scipy import sparse
 from sklearn.neighbors import NearestNeighbors
 
-from scforge.errors import DataError, OptionError
+from scforge.errors import DataError, OptionError, ScforgeWarning
 from scforge.estimators import Encoder
 from scforge.eval.scib import BATCH, BIO
 from scforge.finetuning import get_task
@@ -72,13 +72,33 @@ def test_what_is_written(integrated, tmp_path):
     assert embedding.shape == (240, 4)
     np.testing.assert_array_equal(adata.obsm["X_scforge_integrated"], embedding)
     np.testing.assert_array_equal(integrated.get_latent_representation(adata, key_added=None), embedding)
-    # Cells of a batch that nobody knows are embedded.
+    integrated.save(tmp_path / "model")
+    loaded = Encoder.load(tmp_path / "model")
+    np.testing.assert_array_equal(loaded.predict(adata), embedding)
+    uncorrected = loaded.predict(adata, correction=0.0)
+    assert np.abs(uncorrected - embedding).max() > 1e-3
+    half = loaded.get_latent_representation(adata, key_added=None, correction=0.5)
+    np.testing.assert_allclose(half, (embedding + uncorrected) / 2, atol=1e-5)
     adata.obs["batch"] = "new"
-    np.testing.assert_array_equal(integrated.predict(adata, key_added="mine"), embedding)
+    with pytest.warns(ScforgeWarning, match="240 of 240 cells have no batch among those of the training cells"):
+        integrated.predict(adata, key_added="mine")
     assert "mine" in adata.obsm
     del adata.obs["batch"]
-    integrated.save(tmp_path / "model")
-    np.testing.assert_array_equal(Encoder.load(tmp_path / "model").predict(adata), embedding)
+    with pytest.raises(OptionError, match="correction requires the batch of each cell"):
+        loaded.predict(adata)
+    np.testing.assert_array_equal(loaded.predict(adata, correction=0), uncorrected)
+
+
+def test_training_reconstructs_cells_from_their_neighbors(cells200, tuned, step):
+    cells200.obs["lane"] = [f"l{i % 3}" for i in range(200)]
+    rows = np.arange(40)
+    for translation in (0.0, 2.0):
+        predictor = tuned("integration", cells200, batch_key="lane", translation=translation, alignment=0)
+        predictor.module.train()
+        loss, figures = step(predictor, rows)
+        translated = figures.get("translated", torch.zeros(()))
+        assert ("translated" in figures) == (translation > 0)
+        torch.testing.assert_close(loss.detach(), figures["decoder"] + translation * translated)
 
 
 def test_labels_change_nothing(base):
@@ -102,7 +122,8 @@ def test_cells_without_batch_take_no_part(base, tmp_path):
     model.save(tmp_path / "model")
     loaded = Encoder.load(tmp_path / "model", adata)
     loaded.train(max_epochs=1, **QUIET)
-    assert np.isfinite(loaded.predict(adata)).all()
+    with pytest.warns(ScforgeWarning, match="2 of 240 cells have no batch"):
+        assert np.isfinite(loaded.predict(adata)).all()
     for batch, message in (("b0", "batch_key='batch' has only one batch"), (None, None)):
         adata.obs["batch"] = batch
         with pytest.raises(DataError, match=message):

@@ -33,7 +33,8 @@ from scforge.finetuning.base import (
 )
 from scforge.finetuning.labels import check_names
 from scforge.models.components.sigreg import SIGReg
-from scforge.tokenizers.base import Tokenizer
+from scforge.tokenizers.base import Tokenizer, concatenate, pad
+from scforge.training.objectives._neighbors import NeighborPool, check_temperature
 from scforge.training.objectives._views import downsample_counts
 from scforge.training.objectives.base import TrainingDefaults
 
@@ -166,7 +167,11 @@ def align(sigreg: SIGReg, z_bd: torch.Tensor, codes: torch.Tensor, n_batches: in
 
 
 def negative_binomial(
-    logits: torch.Tensor, counts: torch.Tensor, log_dispersion: torch.Tensor, measured: torch.Tensor | None
+    logits: torch.Tensor,
+    counts: torch.Tensor,
+    log_dispersion: torch.Tensor,
+    measured: torch.Tensor | None,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the mean negative log-likelihood of a count, up to a constant, as a scalar.
 
@@ -184,6 +189,8 @@ def negative_binomial(
     measured
         Genes that were measured, bool, shape (G,); other genes have a fraction of 0 and are ignored. If None, uses all
         genes.
+    weights
+        Weight of each cell, shape (B,); all 1 if None.
     """
     logits = logits.float()
     if measured is not None:
@@ -194,7 +201,9 @@ def negative_binomial(
     r = log_dispersion.clamp(*_LOG_DISPERSIONS).exp()
     per_count = torch.lgamma(r) - torch.lgamma(counts + r) - r * r.log()
     loss = (counts + r) * (r + log_mean.exp()).log() - counts * log_mean + per_count
-    return loss.mean() if measured is None else (loss * measured).mean() * (len(measured) / measured.sum().clamp_min(1))
+    of_genes = loss if measured is None else loss * measured * (len(measured) / measured.sum().clamp_min(1))
+    of_cells = of_genes.mean(dim=1)
+    return of_cells.mean() if weights is None else (of_cells * weights).sum() / weights.sum().clamp_min(1)
 
 
 def _baselines(task: Integration, context: EvaluationContext) -> dict[str, np.ndarray]:
@@ -213,20 +222,23 @@ def _baselines(task: Integration, context: EvaluationContext) -> dict[str, np.nd
 KEY = "X_scforge_integrated"
 _KEEP, _GENE_DROPOUT = (0.3, 1.0), (0.0, 0.4)
 _SLICES = 256
-_OWN = ("counts", "batch")
+_OWN = ("counts", "batch", "has_neighbor")
 
 
 @register_task("integration")
 class Integration(Task):
     """Remove batch effects from the embedding, without labels.
 
-    A decoder predicts the counts y of a cell from the embedding of a thinned view of the cell (a fraction of its
-    counts, some genes masked) and from its batch e::
+    A decoder predicts the counts y of a cell of batch e from the embedding of a view of the cell (a fraction of its
+    counts, some genes masked), and from the embedding of a view of a mutual nearest neighbor, mostly of another batch
+    (as in :class:`~scforge.training.NeighborDenoising`)::
 
-        loss = mean of -log NB(y_g; share_g(z, e) * library size, dispersion_g) + alignment * SIGReg within each batch
+        loss = own + translation * translated + alignment * SIGReg within each batch
+        own, translated = mean of -log NB(y_g; share_g(z, e) * library size, dispersion_g), z of the cell, its neighbor
 
     The embedding z need not encode variation that the batch explains, but must preserve differences between cells in a
-    batch. SIGReg pulls each batch onto the same Gaussian.
+    batch. After training, the correction for batches is fitted on the embedding, as after the training of an
+    :class:`~scforge.models.Encoder`. Held-out cells have no neighbors, and select the best epoch by ``own``.
 
     Parameters
     ----------
@@ -239,9 +251,15 @@ class Integration(Task):
     n_reference
         Number of batches of the reference model, which come first; see :meth:`scforge.models.Encoder.load_query_data`,
         which sets it.
+    translation
+        Weight of the reconstruction from a neighbor; 0 to search no neighbors.
+    across, within, temperature, max_cells
+        Numbers of mutual neighbors in each other batch and in the same batch, how they are sampled, and the number of
+        cells among which they are searched; see :class:`~scforge.training.NeighborDenoising`.
     alignment
-        Weight of SIGReg; 0 disables it. A higher weight (0.02) mixes batches that are far apart, but makes cell types
-        harder to distinguish, especially when batches differ in their cell types.
+        Weight of SIGReg, which pulls each batch onto the same Gaussian; 0 disables it. A higher weight (0.02) mixes
+        batches that are far apart, but makes cell types harder to distinguish, especially when batches differ in their
+        cell types.
     hidden_dim
         Width of the decoder.
     """
@@ -259,6 +277,11 @@ class Integration(Task):
         labels_key: str | None = None,
         batches: Sequence[str] | None = None,
         n_reference: int | None = None,
+        translation: float = 1.0,
+        across: int = 30,
+        within: int = 5,
+        temperature: float | None = 0.1,
+        max_cells: int = 20_000,
         alignment: float = 0.001,
         hidden_dim: int = 128,
     ) -> None:
@@ -268,10 +291,16 @@ class Integration(Task):
         self.n_reference = n_reference
         if n_reference is not None and (self.batches is None or not 0 < n_reference <= len(self.batches)):
             raise OptionError(f"n_reference={n_reference} must be between 1 and the number of batches={batches!r}.")
+        self.translation = check_positive("translation", translation, or_zero=True)
+        self.across = check_count("across", across, "neighbors", least=0)
+        self.within = check_count("within", within, "neighbors", least=0)
+        self.temperature = check_temperature(temperature)
+        self.max_cells = check_count("max_cells", max_cells, "cells", least=2)
         self.alignment = check_positive("alignment", alignment, or_zero=True)
         self.hidden_dim = check_count("hidden_dim", hidden_dim, "dimensions")
         self._sigreg = SIGReg(_SLICES)
         self._codes: np.ndarray
+        self._pool: NeighborPool | None = None
         self._measured: torch.Tensor | None = None
 
     def usable(self, column: Column) -> np.ndarray:
@@ -316,8 +345,19 @@ class Integration(Task):
         return IntegrationHead(n_latent, n_tokens, n_batches, n_reference=self.n_reference, hidden_dim=self.hidden_dim)
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
-        """Look up the batch of each cell, or -1 if the batch is unknown to the decoder."""
+        """Look up the batch of each cell, -1 if the decoder does not know it, and the neighbors of training cells."""
         self._codes = codes_among(self._batches(cells.column), self.known_batches)
+        self._pool = None
+        if self.translation and (self.across or self.within) and len(train_rows) > 2:
+            self._pool = NeighborPool(
+                cells,
+                np.sort(train_rows),
+                self._codes,
+                across=self.across,
+                within=self.within,
+                temperature=self.temperature,
+                max_cells=self.max_cells,
+            )
         self._measured = None if cells.measured is None else torch.from_numpy(cells.measured)
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
@@ -326,34 +366,65 @@ class Integration(Task):
         head.start_at(np.asarray(cells.counts.sum(axis=0), dtype=np.float64).ravel(), tokenizer.vocab.n_special)
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> Batch:
-        """Tokenize a view of each cell; add ``counts``, shape (B, G), and ``batch``, shape (B,)."""
-        view = downsample_counts(block, keep=_KEEP, gene_dropout=_GENE_DROPOUT, seed=seed, epoch=epoch, view=0)
-        tokens = self.arrange(tokenizer(view), tokenizer, block.rows, epoch=epoch, seed=seed)
+        """Tokenize a view of each cell, and of one of its neighbors, and add what the decoder predicts and is told.
+
+        That is ``counts``, shape (B, G), ``batch``, shape (B,), and ``has_neighbor``, shape (B,). A cell without a
+        neighbor has an arbitrary one, so that all processes compute the same shapes.
+        """
+        blocks, extra = [block], {}
+        if self._pool is not None:
+            neighbors, has_neighbor = self._pool.neighbors(block, epoch=epoch, seed=seed)
+            blocks.append(neighbors)
+            extra["has_neighbor"] = torch.from_numpy(has_neighbor)
+        how = {"keep": _KEEP, "gene_dropout": _GENE_DROPOUT, "seed": seed, "epoch": epoch}
+        views = [downsample_counts(part, view=view, **how) for view, part in enumerate(blocks)]
+        tokens = pad(concatenate([tokenizer.ragged(view) for view in views]))
+        rows = np.concatenate([view.rows for view in views])
         counts = np.zeros((len(block), tokenizer.vocab.n_genes), dtype=np.float32)
         counts[np.repeat(np.arange(len(block)), np.diff(block.indptr)), block.genes] = block.counts
-        return {**tokens, "counts": torch.from_numpy(counts), "batch": torch.from_numpy(self._codes[block.rows])}
+        return {
+            **self.arrange(tokens, tokenizer, rows, epoch=epoch, seed=seed),
+            "counts": torch.from_numpy(counts),
+            "batch": torch.from_numpy(self._codes[block.rows]),
+            **extra,
+        }
+
+    def n_cells(self, batch: Batch) -> int:
+        """Return the number of cells in a batch, without their neighbors."""
+        return batch["counts"].shape[0]
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
         """Return the loss and its parts."""
         model: Any = module
         codes, counts = batch["batch"], batch["counts"]
         tokens = {name: tensor for name, tensor in batch.items() if name not in _OWN}
-        z_bd = model.encode(**tokens).float()
-        measured = None if self._measured is None else self._measured.to(z_bd.device)
-        logits = model.head.decode(z_bd, codes)[:, -counts.shape[1] :]
-        decoder = negative_binomial(logits, counts, model.head.log_dispersion[-counts.shape[1] :], measured)
-        figures = {"decoder": decoder.detach(), "spread": z_bd.detach().std(dim=0, correction=0).mean()}
-        if not self.alignment:
-            return decoder, figures
-        sigreg = align(self._sigreg.to(z_bd.device), z_bd, codes, len(self.known_batches), fresh=module.training)
-        return decoder + self.alignment * sigreg, {**figures, "sigreg": sigreg.detach()}
+        embeddings = model.encode(**tokens).float()
+        own = embeddings[: len(counts)]
+        measured = None if self._measured is None else self._measured.to(own.device)
+        n_genes = counts.shape[1]
+
+        def error(z_bd: torch.Tensor, weights_b: torch.Tensor | None = None) -> torch.Tensor:
+            logits = model.head.decode(z_bd, codes)[:, -n_genes:]
+            return negative_binomial(logits, counts, model.head.log_dispersion[-n_genes:], measured, weights_b)
+
+        total = error(own)
+        figures = {"decoder": total.detach(), "spread": own.detach().std(dim=0, correction=0).mean()}
+        if module.training and "has_neighbor" in batch:
+            translated = error(embeddings[len(counts) :], batch["has_neighbor"])
+            total = total + self.translation * translated
+            figures["translated"] = translated.detach()
+        if self.alignment:
+            sigreg = align(self._sigreg.to(own.device), own, codes, len(self.known_batches), fresh=module.training)
+            total = total + self.alignment * sigreg
+            figures["sigreg"] = sigreg.detach()
+        return total, figures
 
     def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
         """Raise an error, because the loss depends on embeddings, not on the expression that the head returns."""
         raise NotImplementedError("call loss(module, batch)")
 
     def predict(  # type: ignore[override]
-        self, predictor: Predictor, adata: AnnData | None, *, key_added: str | None = None
+        self, predictor: Predictor, adata: AnnData | None, *, key_added: str | None = None, correction: float = 1.0
     ) -> np.ndarray:
         """Embed cells from any batches, and write the embedding into ``obsm["X_scforge_integrated"]``.
 
@@ -363,12 +434,14 @@ class Integration(Task):
             The model applied to the cells, and the AnnData to write to, or None.
         key_added
             Key in obsm to write instead of ``"X_scforge_integrated"``.
+        correction
+            How strongly the embedding is corrected, from 0 (not at all) to 1.
 
         Returns
         -------
         The embedding, float32, shape (N, D), as from ``get_latent_representation``.
         """
-        embedding = predictor.embedding()
+        embedding = predictor.embedding(correction=correction)
         if adata is not None:
             adata.obsm[key_added or KEY] = embedding
         return embedding

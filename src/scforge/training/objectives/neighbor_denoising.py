@@ -11,37 +11,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy import sparse
 from torch import nn
 
 from scforge._checks import check_choice, check_count, check_positive
-from scforge.data.cells import CellBlock, Cells, CellSource, choose_chunks
-from scforge.data.checks import log1p_cp10k_rows
-from scforge.data.neighbors import (
-    directions_of,
-    harmony_correct,
-    mutual_neighbors,
-    neighbor_weights,
-    principal_components,
-)
-from scforge.data.sampling import cell_keys
+from scforge.data.cells import CellBlock, Cells, CellSource
 from scforge.errors import DataError, warn
 from scforge.models.components.latent import kl_divergence
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives._conditioning import IN_THE_MEAN, TellsBatches
+from scforge.training.objectives._neighbors import NeighborPool, check_temperature
 from scforge.training.objectives._views import CollapseWatch, SeesViews, geometry_moments
 from scforge.training.objectives.base import TrainingDefaults, register_objective
 from scforge.training.objectives.variational import check_latent, dense_profiles, start_at_means, whole_profiles
 
 logger = logging.getLogger("scforge")
 
-_STREAM = 0x6E656172  # "near": neighbors and views use separate random numbers
 _MIN_ERROR = 1e-8
-_NONE, _UNKNOWN = -1, -2
 _FEW = 0.5
 """Fraction of cells with a neighbor in another batch below which a warning is issued."""
-_TIE = 1e-5
-"""Cosines that differ by less are computed again, because rounding depends on the other cells in a block."""
 _OF_THE_OBJECTIVE = {"profile_genes", "profile_values", "has_neighbor", "batch"}
 
 
@@ -148,12 +135,10 @@ class NeighborDenoising(TellsBatches, SeesViews):
         self.agreement = check_positive("agreement", agreement, or_zero=True)
         self.beta = check_positive("beta", beta, or_zero=True)
         self.space = check_choice("space", space, ["harmony", "components"])
-        self.temperature = temperature
-        if temperature is not None:
-            self.temperature = check_positive("temperature", temperature, hint="None samples all neighbors uniformly")
+        self.temperature = check_temperature(temperature)
         self._set_views(keep_min, keep_max, gene_dropout)
         self.max_cells = check_count("max_cells", max_cells, "cells", least=2)
-        self._pool: _Pool | None = None
+        self._pool: NeighborPool | None = None
         self._collapse = CollapseWatch()
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
@@ -192,7 +177,8 @@ class NeighborDenoising(TellsBatches, SeesViews):
                     batches = self.own_batches(cells)
                 except DataError:
                     batches = None
-            self._pool = _Pool(cells, np.sort(train_rows), batches, self)
+            options = {name: getattr(self, name) for name in ("across", "within", "space", "temperature", "max_cells")}
+            self._pool = NeighborPool(cells, np.sort(train_rows), batches, **options)
             share = self._pool.share_across
             if batches is not None and len(self._pool.members) > 1 and self.across and share < _FEW:
                 warn(
@@ -269,91 +255,3 @@ class NeighborDenoising(TellsBatches, SeesViews):
                 if share > 0:
                     means[name] = figure / share
         return {**super().summarize(means), **found}
-
-
-class _Pool:
-    """A sample of training cells in memory, with their neighbors.
-
-    Parameters
-    ----------
-    cells
-        All cells.
-    train_rows
-        Rows of the training cells, ascending.
-    batches
-        Batch of every cell. If None, all cells form a single batch.
-    options
-        The objective, which sets `across`, `within`, `space` and `temperature`.
-    """
-
-    def __init__(
-        self, cells: Cells, train_rows: np.ndarray, batches: np.ndarray | None, options: NeighborDenoising
-    ) -> None:
-        groups = None if batches is None else batches[train_rows]
-        rows = choose_chunks(len(cells), options.max_cells, cells.chunk_size, rows=train_rows, groups=groups)
-        self.rows = rows
-        self.cells = cells.sample(len(rows), rows=rows)
-        self.batches = batches
-        of_pool = np.zeros(len(rows), dtype=np.int64) if batches is None else batches[rows]
-        found, self.loadings, self.offset = principal_components(self.cells)
-        self.members = {batch: np.flatnonzero(of_pool == batch) for batch in np.unique(of_pool)}
-        self.directions = directions_of(found)
-        self.places = np.full(len(cells), _NONE, dtype=np.int32)
-        """Position in the pool of every cell, or of the cell that represents it; computed on demand."""
-        self.places[train_rows] = _UNKNOWN
-        self.places[rows] = np.arange(len(rows))
-        if options.space == "harmony":
-            found = harmony_correct(found, of_pool)
-        self.pairs: sparse.csr_matrix = mutual_neighbors(found, of_pool, across=options.across, within=options.within)
-        rows_of = np.repeat(of_pool, np.diff(self.pairs.indptr))
-        far = sparse.csr_matrix(
-            (rows_of != of_pool[self.pairs.indices], self.pairs.indices, self.pairs.indptr), shape=self.pairs.shape
-        )
-        self.share_across = float((far.sum(axis=1) > 0).mean())
-        """Fraction of the cells that have a neighbor in another batch."""
-        weights = neighbor_weights(found, self.pairs, temperature=options.temperature)
-        self.cumulative = np.concatenate([[0.0], np.cumsum(weights)])
-        """Cumulative weights of the pairs, from 0 on, float64, shape (P + 1,)."""
-
-    def neighbors(self, block: CellBlock, *, epoch: int, seed: int) -> tuple[CellBlock, np.ndarray]:
-        """Return a neighbor of each cell (or an arbitrary cell), and whether it is a true neighbor, float32 (B,)."""
-        places = self._places_of(block)
-        starts, stops = self.pairs.indptr[places], self.pairs.indptr[places + 1]
-        has = (places >= 0) & (stops > starts)
-        # 64 bits are rounded to 53, so the largest would become 1.
-        share = np.minimum(cell_keys(block.rows, seed=seed, epoch=epoch, stream=_STREAM) / 2.0**64, 1 - 1e-9)
-        chosen = np.zeros(len(block), dtype=np.int64)
-        below, above = self.cumulative[starts], self.cumulative[stops]
-        drawn = np.searchsorted(self.cumulative, below + share * (above - below), side="right") - 1
-        chosen[has] = self.pairs.indices[np.clip(drawn, starts, stops - 1)[has]]
-        return self.cells.block(chosen, draw=block.draw), has.astype(np.float32)
-
-    def _places_of(self, block: CellBlock) -> np.ndarray:
-        """Return the pool position of each cell or of the nearest cell in its batch, int32 (B,); -1 without one."""
-        outside = np.flatnonzero(self.places[block.rows] == _UNKNOWN)
-        if len(outside):
-            shape = (len(block), len(self.loadings))
-            counts = sparse.csr_matrix((block.counts, block.genes, block.indptr), shape=shape)[outside]
-            values = log1p_cp10k_rows(counts, np.maximum(block.totals[outside], 1.0))
-            here = directions_of(values @ self.loadings - self.offset)
-            rows = block.rows[outside]
-            of_rows = np.zeros(len(rows), dtype=np.int64) if self.batches is None else self.batches[rows]
-            found = np.full(len(rows), _NONE, dtype=np.int32)
-            for batch in np.unique(of_rows):
-                if (members := self.members.get(batch)) is not None:
-                    own = of_rows == batch
-                    found[own] = members[_nearest(here[own], self.directions[members])]
-            self.places[rows] = found
-        return self.places[block.rows]
-
-
-def _nearest(directions: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return the index of the first nearest row in `others`, shape (M, D), for each row in `directions` (N, D)."""
-    cosines = directions @ others.T
-    found = cosines.argmax(axis=1)
-    close = cosines >= cosines.max(axis=1, keepdims=True) - _TIE
-    for row in np.flatnonzero(close.sum(axis=1) > 1):
-        some = np.flatnonzero(close[row])
-        exact = (directions[row].astype(np.float64) * others[some]).sum(axis=1)
-        found[row] = some[exact.argmax()]
-    return found
