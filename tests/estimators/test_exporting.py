@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scforge.data import open_cells
-from scforge.errors import ModelFileError, OptionError
+from scforge.errors import ModelFileError, OptionError, ScforgeWarning
 from scforge.estimators import Encoder
 from scforge.estimators import export as exporting
 from scforge.models.registry import MODELS
@@ -88,6 +88,49 @@ def test_adapters_are_merged_and_the_head_is_left_out(models, cells: ad.AnnData,
     found = runner(tmp_path / "tuned")(batch)
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     assert np.abs(found - before).max() > 1e-3
+
+
+@pytest.fixture
+def integrated(trained, tiny_adata: ad.AnnData) -> Encoder:
+    return trained(adata=tiny_adata, setup={"batch_key": "batch"})
+
+
+@pytest.mark.parametrize("correction", [0.5, 1])
+@pytest.mark.parametrize("format", ["torch", pytest.param("onnx", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_embeddings_that_are_corrected_for_batches(
+    format: str, correction: float, integrated: Encoder, tiny_adata: ad.AnnData, tmp_path: Path
+) -> None:
+    integrated.export(tmp_path / "out", format, correction=correction)
+    said, run = json.loads((tmp_path / "out" / "export.json").read_text()), runner(tmp_path / "out")
+    assert (said["batches"], said["correction"]) == (["x", "y"], correction)
+    assert said["inputs"][-1] == {"name": "batch", "dtype": "int64", "shape": ["cells"]}
+    tiny_adata.obs["batch"] = [["x", "y", "new"][i % 3] for i in range(tiny_adata.n_obs)]
+    with pytest.warns(ScforgeWarning, match="20 of 60 cells have no batch among those of the training cells"):
+        wanted = integrated.get_latent_representation(tiny_adata, key_added=None, correction=correction)
+    tokens = dict(integrated.tokenizer(open_cells(tiny_adata, integrated.vocab).block(np.arange(60))))
+    codes = torch.tensor([0, 1, -1] * 20)
+    np.testing.assert_allclose(run(tokens | {"batch": codes}), wanted, atol=1e-5)
+    exchanged = run(tokens | {"batch": torch.tensor([1, 0, -1] * 20)})
+    moved = np.abs(exchanged - wanted).max(axis=1) > 1e-3
+    assert moved[codes >= 0].all()
+    assert not moved[codes < 0].any()
+
+
+def test_a_correction_that_cannot_be_exported(integrated: Encoder, models, tiny_adata: ad.AnnData, tmp_path: Path):
+    for model, options, message in (
+        (models["light"], {"correction": 0.5}, "correction=0.5, but the model has no correction: .*batch_key in setup"),
+        (integrated, {"correction": 1.5}, "correction=1.5 is not a number from 0 to 1"),
+        (integrated, {"correction": 1, "format": "transformers"}, "correction=1 cannot be exported with format='trans"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            model.export(tmp_path / "out", **({"format": "torch"} | options))
+    integrated._landmarks = None
+    with pytest.warns(ScforgeWarning, match="the query is not mapped onto the reference"):
+        query = Encoder.load_query_data(tiny_adata[:20].copy(), integrated)
+    with pytest.raises(OptionError, match="correction=1 is for the batches of the reference; export the reference"):
+        query.export(tmp_path / "out", "torch", correction=1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_arguments_that_cannot_be(models, tmp_path: Path) -> None:

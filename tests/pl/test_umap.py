@@ -5,8 +5,10 @@ import pandas as pd
 import pytest
 import scanpy as sc
 
-from scforge.errors import DataError
-from scforge.pl import embeddings
+from scforge.errors import DataError, OptionError
+from scforge.eval import Report
+from scforge.eval.report import Row, write_scores
+from scforge.pl import embeddings, integration
 
 # umap-learn says so whenever it is seeded.
 pytestmark = pytest.mark.filterwarnings("ignore:.*n_jobs value.*:UserWarning")
@@ -24,8 +26,8 @@ def embedded(tiny_adata: ad.AnnData) -> ad.AnnData:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take random coordinates for UMAP, which is compiled for long."""
     monkeypatch.setattr(sc.pp, "neighbors", lambda work, **_: None)
-    places = np.random.default_rng(1).normal(size=(60, 2))
-    monkeypatch.setattr(sc.tl, "umap", lambda work, **_: work.obsm.update(X_umap=places))
+    places = np.random.default_rng(1).normal(size=(120, 2))
+    monkeypatch.setattr(sc.tl, "umap", lambda work, **_: work.obsm.update(X_umap=places[: work.n_obs]))
 
 
 def test_a_row_of_panels_per_column_with_a_legend_each(embedded: ad.AnnData, quick, texts) -> None:
@@ -139,3 +141,58 @@ def test_more_values_than_a_legend_can_show(embedded, monkeypatch) -> None:
     (ax,) = embeddings(embedded, "X_one", color="many")
     assert ax.get_legend() is None
     assert ax.get_title() == f"X_one, many: {embedded.n_obs} values"
+
+
+KEYS = {"batch_key": "batch", "labels_key": "group"}
+SCORES = pd.DataFrame({"bio": [0.9, 0.8], "batch": [0.5, np.nan], "total": [0.74, np.nan]}, index=["X_one", "two"])
+
+
+def test_integration_has_a_row_per_column_and_the_scores_of_each_embedding(embedded: ad.AnnData, quick, texts) -> None:
+    embedded.obs["batch"] = np.arange(60) % 30  # too many for a legend of numbers
+    axes = integration(embedded, {"X_one": "before $", "X_two": "after"}, report=SCORES, **KEYS)
+    above = ["before $, total 0.74\nbatch correction 0.50", "after", "bio conservation 0.90", "bio conservation 0.80"]
+    assert [ax.get_title() for ax in axes] == above
+    assert [ax.get_ylabel() for ax in axes] == ["batch", "", "group", ""]
+    legends = [set(texts(ax.get_legend().get_texts())) for ax in axes[1::2]]
+    assert legends == [{str(code) for code in range(30)}, {"a", "b"}]
+    axes[0].figure.canvas.draw()
+
+
+def test_integration_reads_the_scores_that_evaluate_writes(embedded: ad.AnnData, quick) -> None:
+    report = Report("of an embedding")
+    report.add(Row("X_one", "baseline", {"accuracy": 0.1}, benchmark="probe"))
+    report.add(Row("X_one", "baseline", {"bio": 0.9, "batch": 0.5, "total": 0.74}, benchmark="scib"))
+    write_scores(embedded, "report", report.to_frame())
+    scored = ["X_one, total 0.74\nbatch correction 0.50", "bio conservation 0.90"]
+    assert [ax.get_title() for ax in integration(embedded, "X_one", **KEYS)] == scored
+    assert [ax.get_title() for ax in integration(embedded, "X_two", **KEYS)] == ["X_two", ""]
+    report.add(Row("X_one", "baseline", {"bio": 0.2}, benchmark="nuclei"))
+    with pytest.raises(OptionError, match=r"benchmark=None is not in the report \(available: 'scib', 'nuclei'\)"):
+        integration(embedded, "X_one", report=report, **KEYS)
+    axes = integration(embedded, "X_one", report=report, benchmark="nuclei", **KEYS)
+    assert [ax.get_title() for ax in axes] == ["X_one", "bio conservation 0.20"]
+
+
+@pytest.mark.slow
+def test_integration_leaves_the_cells_alone(embedded: ad.AnnData) -> None:
+    embedded.obsm["X_umap"], embedded.uns["neighbors"] = np.ones((60, 2)), {"params": {"n_neighbors": 3}}
+    embedded.obsm["X"] = embedded.obsm["X_one"]
+    before = embedded.copy()
+    integration(embedded, ["X", "X_one"], **KEYS)
+    assert list(embedded.obsm) == list(before.obsm)
+    assert (embedded.obsm["X_umap"] == 1).all()
+    assert (embedded.uns, list(embedded.obsp)) == (before.uns, [])
+    pd.testing.assert_frame_equal(embedded.obs, before.obs)
+
+
+def test_mistakes_of_integration(embedded: ad.AnnData) -> None:
+    for changed, message in (
+        ({"batch_key": "bach"}, r"batch_key='bach' is not in adata.obs; did you mean 'batch'\?"),
+        ({"labels_key": "grup"}, r"labels_key='grup' is not in adata.obs; did you mean 'group'\?"),
+        ({"obsm_keys": ["X_one", "X_tow"]}, r"obsm_keys='X_tow' is not in adata.obsm; did you mean 'X_two'\?"),
+        ({"report": SCORES.rename(index=str.upper)}, r"report has no scIB scores of 'X_one'; name its rows by these"),
+        ({"report": SCORES[[]].assign(f1=1.0)}, "report has no scIB scores of 'X_one'"),
+    ):
+        with pytest.raises(DataError, match=message):
+            integration(embedded, **({"obsm_keys": "X_one"} | KEYS | changed))
+    assert not plt.get_fignums()

@@ -207,8 +207,28 @@ def test_cells_outside_the_pool_take_the_neighbors_of_the_nearest_in_it(adata, k
 
 
 def test_a_lack_of_neighbors_is_told(adata):
-    with pytest.warns(ScforgeWarning, match=r"\d+% of the cells have no mutual neighbor in another batch"):
-        bound(adata, across=1, **KNOWN)
+    with pytest.warns(
+        ScforgeWarning,
+        match=r"\d+% of the cells have no mutual neighbor in another batch, among them most cells of 'b\d', 'b\d', so",
+    ):
+        objective, _, _ = bound(adata, across=1, **KNOWN)
+    batches, pairs = objective._batches[objective._pool.rows], objective._pool.pairs.toarray()
+    expected = {f"b{code}": pairs[batches == code][:, batches != code].any(axis=1).mean() for code in (0, 1)}
+    assert objective.shares_across == pytest.approx(expected)
+    assert bound(adata, **KNOWN)[0].shares_across["b0"] > 0.9
+    assert bound(adata)[0].shares_across == {}
+
+
+def test_batches_that_lack_neighbors_are_named(adata):
+    few = adata[adata.obs["batch"] == "b0"].copy()
+    few.obs["batch"] = [f"small {i % 8}" if i < 72 else "large" for i in range(few.n_obs)]  # too small for neighbors
+    few.obs.loc[few.obs_names[:4], "batch"] = np.nan
+    cells = open_cells(few, GeneVocab.from_genes(list(few.var_names)))
+    objective = NeighborDenoising(batch_key="batch", batches=["other"])
+    named = r"most cells of ('[\w ]+', ){4}'[\w ]+', \.\.\. \(\d more\), so these batches"
+    with pytest.warns(ScforgeWarning, match="unknown to the model"), pytest.warns(ScforgeWarning, match=named):
+        objective.bind(cells, np.arange(len(cells)))
+    assert objective.shares_across == dict.fromkeys(["large", "no batch", *(f"small {i}" for i in range(8))], 0.0)
 
 
 @pytest.mark.slow

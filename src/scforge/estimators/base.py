@@ -399,6 +399,16 @@ class CellModel(BaseModelClass, metaclass=_Front):
         self, source: Any, cells: Cells, correction: float, rows: np.ndarray | None = None
     ) -> np.ndarray | None:
         """Return codes of the batches of all cells, int64, shape (N,), or None if `correction` is 0."""
+        fitted = self._correction_for(correction)
+        if fitted is None:
+            return None
+        if self._is_query:
+            return np.full(len(cells), -1, dtype=np.int64)  # the mapping has moved them
+        key = (self._setup_of(source) or {}).get("batch_key") or self._corrected_key
+        return fitted.codes(cells, key, rows)
+
+    def _correction_for(self, correction: float) -> BatchCorrection | None:
+        """Return the correction, or None if `correction` is 0. Raises an OptionError if the model has no correction."""
         if not check_share("correction", correction):
             return None
         if self._correction is None:
@@ -408,10 +418,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
                 else "fine-tuning changes the embedding that its base model corrects"
             )
             raise OptionError(f"correction={correction}, but the model has no correction: {reason}; pass correction=0.")
-        if self._is_query:
-            return np.full(len(cells), -1, dtype=np.int64)  # the mapping has moved them
-        key = (self._setup_of(source) or {}).get("batch_key") or self._corrected_key
-        return self._correction.codes(cells, key, rows)
+        return self._correction
 
     @property
     def _corrected_key(self) -> str | None:

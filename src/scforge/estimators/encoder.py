@@ -2190,13 +2190,14 @@ class Encoder(CellModel):
         format: str = "onnx",
         *,
         max_len: int | None = None,
+        correction: float = 0.0,
         overwrite: bool = False,
     ) -> None:
         """Export the cell embedding for use without scforge and, with ONNX, also without PyTorch.
 
         The folder contains ``model.onnx`` (or ``model.pt2``), ``vocab.json``, and ``export.json`` with the tokenizer,
-        the inputs and the hash of the vocabulary. The exported model accepts any number of cells and tokens. Its
-        results are compared with :meth:`get_latent_representation` before the folder is written.
+        the inputs, the batches and the hash of the vocabulary. The exported model accepts any number of cells and
+        tokens. Its results are compared with :meth:`get_latent_representation` before the folder is written.
 
         Parameters
         ----------
@@ -2207,13 +2208,19 @@ class Encoder(CellModel):
             ``transformers.BertForMaskedLM.from_pretrained`` loads.
         max_len
             Maximum number of tokens per cell. If None, uses the maximum of the model. Not for ``"transformers"``.
+        correction
+            How strongly the embedding is corrected for batches, from 0 to 1, see :meth:`get_latent_representation`.
+            Above 0, the exported model has one more input, ``batch``: the code of the batch of each cell, int64, shape
+            (cells,), i.e. its position in ``batches`` of ``export.json``, or -1 for any other batch. Not for
+            ``"transformers"``.
         overwrite
             Whether to replace the model in an existing folder; files that scforge did not write are kept.
 
         Raises
         ------
         OptionError
-            If an argument is invalid, a package is missing, or the architecture cannot be exported.
+            If an argument is invalid, a package is missing, the architecture cannot be exported, or `correction` is
+            above 0 but the model has no correction or is a query model.
         ModelFileError
             If the exported model computes different embeddings, in which case nothing is written.
 
@@ -2231,13 +2238,17 @@ class Encoder(CellModel):
         if format == "transformers":
             if max_len is not None:
                 raise OptionError(f"max_len={max_len} has no effect with format='transformers'; omit max_len.")
+            if correction:
+                raise OptionError(
+                    f"correction={correction} cannot be exported with format='transformers'; pass format='onnx'."
+                )
             from scforge.foreign.geneformer import to_geneformer
 
             to_geneformer(self, path, overwrite=overwrite)
             return
         from scforge.estimators.export import export_model
 
-        export_model(self, path, format, max_len=max_len, overwrite=overwrite)
+        export_model(self, path, format, max_len=max_len, correction=correction, overwrite=overwrite)
 
     def push_to_hub(
         self,

@@ -39,7 +39,7 @@ _FORMAT = 1
 _FILES = {"onnx": "model.onnx", "torch": "model.pt2"}
 _NEEDED = ("onnx", "onnxscript", "onnxruntime")
 _OPSET = 20
-_OUTPUT = "cell_embedding"
+_OUTPUT, _BATCH = "cell_embedding", "batch"
 _TOLERANCE = 1e-4
 """Maximum difference from scforge, relative to the largest value of the embedding (at least 1)."""
 _TRACED, _COMPARED = (3, 24), ((1, 1), (2, 7), (5, 0))
@@ -47,20 +47,32 @@ _TRACED, _COMPARED = (3, 24), ((1, 1), (2, 7), (5, 0))
 
 
 class _Encode(nn.Module):
-    """Wrapper of an architecture whose ``forward`` calls ``encode`` with the inputs in the order of `names`."""
+    """Wrapper of an architecture whose ``forward`` calls ``encode`` with the inputs in the order of `names`.
 
-    def __init__(self, encoder: nn.Module, names: tuple[str, ...], longest: int) -> None:
+    With a formula, the last input is the batch of each cell, and embeddings move by a share of the correction.
+    """
+
+    def __init__(
+        self, encoder: nn.Module, names: tuple[str, ...], longest: int, formula: nn.Module | None, share: float
+    ) -> None:
         super().__init__()
         self.encoder = encoder
         self.names = names
+        self.formula, self.share = formula, share
         # If tokens may be dropped, always drop some, so all cells have the same computation.
         room = getattr(encoder, "attended_tokens", None)
         self.padding = room if room is not None and longest > room else 0
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Return cell embeddings, shape (B, D)."""
-        padded = [F.pad(tensor, (0, self.padding)) for tensor in tensors] if self.padding else tensors
-        return self.encoder.encode(**dict(zip(self.names, padded, strict=True))).float()
+        inputs = dict(zip(self.names, tensors, strict=True))
+        batches = None if self.formula is None else inputs.pop(_BATCH)
+        if self.padding:
+            inputs = {name: F.pad(tensor, (0, self.padding)) for name, tensor in inputs.items()}
+        embeddings = self.encoder.encode(**inputs).float()
+        if self.formula is None:
+            return embeddings
+        return torch.lerp(embeddings, self.formula(embeddings, batches), self.share)
 
 
 class _PlainBag(nn.Module):
@@ -99,7 +111,13 @@ def _sorted_by_topk(values: Any, stable: bool | None = None, dim: int = -1, desc
 
 
 def export_model(
-    model: CellModel, path: str | os.PathLike[str], format: str, *, max_len: int | None, overwrite: bool
+    model: CellModel,
+    path: str | os.PathLike[str],
+    format: str,
+    *,
+    max_len: int | None,
+    correction: float,
+    overwrite: bool,
 ) -> None:
     """Export a model, see :meth:`scforge.models.Encoder.export`."""
     if format not in _FILES:
@@ -111,11 +129,21 @@ def export_model(
         raise OptionError(
             "a query model maps cells onto its reference and cannot be exported; export the reference model instead."
         )
+    fitted = model._correction_for(correction)
+    if fitted is not None and model._is_query:
+        raise OptionError(
+            f"correction={correction} is for the batches of the reference; export the reference model instead."
+        )
     longest = _longest(model, max_len)
     encoder = merged(model._backbone)
     batches = [_batch(model, n_cells, n_genes, longest) for n_cells, n_genes in (_TRACED, *_COMPARED)]
     names = tuple(name for name in batches[0] if name in inspect.signature(encoder.encode).parameters)
-    program = _program(model, encoder, names, batches[0], longest)
+    if fitted is not None:
+        names = (*names, _BATCH)
+        for batch in batches:
+            n_cells = len(batch["input_ids"])
+            batch[_BATCH] = torch.arange(n_cells) % (len(fitted.batches) + 1) - 1  # the first is unknown
+    program = _program(model, encoder, names, batches[0], longest, correction)
     with atomic_folder(path, overwrite=overwrite, argument="path") as folder:
         file = folder / _FILES[format]
         if format == "onnx":
@@ -123,9 +151,9 @@ def export_model(
         else:
             with _without_warnings():
                 torch.export.save(program, file)
-        parity = _parity(model, encoder, names, batches[1:], file)
+        parity = _parity(model, encoder, names, batches[1:], file, correction)
         model.vocab.save(folder / "vocab.json")
-        content = _description(model, names, batches[0], longest, file, parity)
+        content = _description(model, names, batches[0], longest, file, parity, correction)
         (folder / "export.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -159,7 +187,12 @@ def _batch(model: CellModel, n_cells: int, n_genes: int, longest: int) -> dict[s
 
 
 def _program(
-    model: CellModel, encoder: nn.Module, names: tuple[str, ...], batch: dict[str, torch.Tensor], longest: int
+    model: CellModel,
+    encoder: nn.Module,
+    names: tuple[str, ...],
+    batch: dict[str, torch.Tensor],
+    longest: int,
+    correction: float,
 ) -> Any:
     """Trace the computation for any number of cells, and any number of tokens up to `longest`."""
     plain = copy.deepcopy(encoder).cpu().float().eval().requires_grad_(False)
@@ -170,11 +203,13 @@ def _program(
         elif isinstance(part, GeneEmbedding):
             part.bag = partial(_plain_bag, part)  # type: ignore[method-assign]
     cells, tokens = torch.export.Dim("cells", min=1), torch.export.Dim("tokens", min=1, max=longest)
-    dynamic = {"tensors": tuple({0: cells, 1: tokens} for _ in names)}
+    dynamic = {"tensors": tuple({0: cells} if name == _BATCH else {0: cells, 1: tokens} for name in names)}
+    fitted = model._correction_for(correction)
+    formula = None if fitted is None else fitted.module
     try:
         with _without_warnings():
             return torch.export.export(
-                _Encode(plain, names, longest),
+                _Encode(plain, names, longest, formula, float(correction)),
                 tuple(batch[name] for name in names),
                 dynamic_shapes=dynamic,
                 strict=False,
@@ -207,15 +242,22 @@ def _write_onnx(model: CellModel, program: Any, names: tuple[str, ...], file: Pa
 
 
 def _parity(
-    model: CellModel, encoder: nn.Module, names: tuple[str, ...], batches: list[dict[str, torch.Tensor]], file: Path
+    model: CellModel,
+    encoder: nn.Module,
+    names: tuple[str, ...],
+    batches: list[dict[str, torch.Tensor]],
+    file: Path,
+    correction: float,
 ) -> dict[str, Any]:
     """Compare the results of the file and `encoder` on batches other than the traced batch."""
     computed = _runner(file, names)
     worst, scale = 0.0, 1.0
     encoder = copy.deepcopy(encoder).cpu().float().eval()
     for batch in batches:
+        tokens = {name: tensor for name, tensor in batch.items() if name != _BATCH}
+        codes = batch[_BATCH].numpy() if _BATCH in batch else None
         with torch.no_grad():
-            wanted = encoder.encode(**batch).numpy()
+            wanted = model._corrected(encoder.encode(**tokens).numpy(), codes, correction)
         found = computed([batch[name] for name in names])
         # max() ignores NaN.
         if found.shape != wanted.shape or not (np.isfinite(found).all() and np.isfinite(wanted).all()):
@@ -258,10 +300,12 @@ def _description(
     longest: int,
     file: Path,
     parity: dict[str, Any],
+    correction: float,
 ) -> dict[str, Any]:
     """Return the metadata that is needed to use the file."""
-    parts = model.spec.to_json()
+    parts, fitted = model.spec.to_json(), model._correction_for(correction)
     dtypes = {name: str(batch[name].dtype).removeprefix("torch.") for name in names}
+    shapes = {name: ["cells"] if name == _BATCH else ["cells", "tokens"] for name in names}
     return {
         "format": _FORMAT,
         "scforge_version": __version__,
@@ -272,9 +316,12 @@ def _description(
         "architecture": parts["architecture"],
         "tokenizer": parts["tokenizer"],
         "vocab": {"file": "vocab.json", "hash": model.vocab.hash, "tokens": len(model.vocab)},
-        "inputs": [{"name": name, "dtype": dtypes[name], "shape": ["cells", "tokens"]} for name in names],
+        "inputs": [{"name": name, "dtype": dtypes[name], "shape": shapes[name]} for name in names],
         "outputs": [{"name": _OUTPUT, "dtype": "float32", "shape": ["cells", "dimensions"]}],
         "max_len": longest,
+        "correction": float(correction),
+        # The code of a batch is its position; -1 is any other batch.
+        "batches": None if fitted is None else fitted.batches,
         "parity": parity,
     }
 

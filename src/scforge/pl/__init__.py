@@ -11,6 +11,7 @@ _NAMES = {
     "confusion_matrix": "scforge.pl.predictions",
     "embeddings": "scforge.pl.umap",
     "in_silico_ranking": "scforge.pl.perturbations",
+    "integration": "scforge.pl.umap",
     "metrics": "scforge.pl.scores",
     "perturbation_ranks": "scforge.pl.perturbations",
     "perturbation_scatter": "scforge.pl.perturbations",

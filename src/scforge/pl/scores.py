@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _MARKERS = {"model": "o", "supervised": "s", "baseline": "o", "untrained": "X", "ceiling": "D"}
-_TOTALS = ("bio", "batch", "total")
+TOTALS = ("bio", "batch", "total")
 _LIGHT = (0.299, 0.587, 0.114)  # how light red, green and blue are (ITU-R BT.601)
 _OF_BATCHES = ("bras", "silhouette_batch", "ilisi", "kbet", "graph_connectivity", "pcr")
 
@@ -173,8 +173,8 @@ def scib_table(report: Any, *, benchmark: str | None = None, ax: Axes | None = N
     """
     import matplotlib as mpl
 
-    table, kinds = _wide(report, benchmark)
-    totals = [name for name in _TOTALS if name in table]
+    table, kinds = scores_by_method(report, benchmark)
+    totals = [name for name in TOTALS if name in table]
     batch = [name for name in table if name not in totals and name.startswith(_OF_BATCHES)]
     bio = [name for name in table if name not in (*totals, *batch)]
     by = table[totals[-1]] if totals else table.mean(axis=1)
@@ -216,7 +216,7 @@ def scib_table(report: Any, *, benchmark: str | None = None, ax: Axes | None = N
     return ax
 
 
-def _wide(report: Any, benchmark: str | None) -> tuple[pd.DataFrame, dict[str, str]]:
+def scores_by_method(report: Any, benchmark: str | None) -> tuple[pd.DataFrame, dict[str, str]]:
     """Return a table with one row per method and one column per metric, and the kind of each method."""
     frame = check_columns("report", report, ())
     if "metric" in frame or "value" in frame:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+from anndata import AnnData
 
 from scforge._checks import check_known
+from scforge._columns import texts_of
+from scforge._constants import UNS_KEY
 from scforge._text import literal
-from scforge.pl._style import legend_name
+from scforge.errors import DataError, listing
+from scforge.pl._style import check_columns, legend_name
+from scforge.pl.scores import TOTALS, scores_by_method
 
 if TYPE_CHECKING:
-    from anndata import AnnData
     from matplotlib.axes import Axes
 
 _MOST_NUMBERS = 20
@@ -104,6 +108,111 @@ def embeddings(
         if key == last and work.obs[column].dtype.kind == "f":  # a legend has a title in its entries, a bar has none
             ax.figure.axes[-1].set_ylabel(column)
     return axes
+
+
+def integration(
+    adata: AnnData,
+    obsm_keys: str | Sequence[str] | Mapping[str, str],
+    *,
+    batch_key: str,
+    labels_key: str,
+    report: Any = None,
+    benchmark: str | None = None,
+    n_neighbors: int = 15,
+    seed: int = 0,
+    axes: Sequence[Axes] | None = None,
+) -> Sequence[Axes]:
+    """Plot embeddings before and after integration: a column of UMAPs per embedding, by batch (top) and by label.
+
+    Scores of batch correction and the total are above the top row, and scores of biological conservation above the
+    bottom row.
+
+    Parameters
+    ----------
+    adata
+        Annotated data. Nothing is written.
+    obsm_keys
+        Key or keys in ``adata.obsm``, e.g. ``["X_pca", "X_scforge"]``, or a mapping from key to title.
+    batch_key, labels_key
+        Columns of ``adata.obs`` with the batches and the cell types.
+    report
+        A :class:`~scforge.eval.Report` with scIB scores, or a table, as for :func:`scib_table`; rows are named like the
+        keys, with or without ``X_``. If None, uses ``adata.uns["scforge"]["report"]``, which
+        :func:`scforge.eval.evaluate` writes, and plots no scores if it has none of these embeddings. The scores are
+        those of the embeddings at that time.
+    benchmark
+        Benchmark with the scores, if there are several with scIB scores.
+    n_neighbors, seed
+        Number of neighbors, and random seed, for the neighbor graph and UMAP.
+    axes
+        Axes to plot on, first those of the top row. If None, creates new axes.
+
+    Returns
+    -------
+    The axes.
+
+    Raises
+    ------
+    DataError
+        If a key or column is missing, or `report` has scores of none of the embeddings.
+    OptionError
+        If the benchmark is not in the report, or must be chosen.
+
+    Examples
+    --------
+    >>> import pandas as pd, scforge
+    >>> adata = scforge.datasets.pbmc3k()[:100].copy()
+    >>> adata.obs["half"] = ["first", "second"] * 50
+    >>> adata.obsm["X_pca"] = scforge.eval.pca_embedding(adata, n_comps=10)
+    >>> scores = pd.DataFrame({"bio": [0.7], "batch": [0.8], "total": [0.74]}, index=["X_pca"])
+    >>> keys = {"batch_key": "half", "labels_key": "cell_type"}
+    >>> axes = scforge.pl.integration(adata, "X_pca", report=scores, **keys)  # doctest: +SKIP
+    """
+    obs = {}
+    for argument, key in (("batch_key", batch_key), ("labels_key", labels_key)):
+        check_known(argument, key, adata.obs, "adata.obs")
+        obs[key] = texts_of(adata.obs[key], key=key, argument=argument)
+    obsm_keys = [obsm_keys] if isinstance(obsm_keys, str) else obsm_keys
+    titles = dict(obsm_keys) if isinstance(obsm_keys, Mapping) else {key: key for key in obsm_keys}
+    for key in titles:
+        check_known("obsm_keys", key, adata.obsm, "adata.obsm")
+    scores = _totals_of(adata, list(titles), report, benchmark)
+    # UMAPs stay in a copy.
+    work = AnnData(obs=pd.DataFrame(obs, index=adata.obs_names), obsm={key: adata.obsm[key] for key in titles})
+    axes = embeddings(work, titles, color=[batch_key, labels_key], n_neighbors=n_neighbors, seed=seed, axes=axes)
+    for ax in axes:
+        ax.set(xlabel="", ylabel="")
+    for row, column in enumerate((batch_key, labels_key)):
+        n_values = _n_categories(work.obs[column])
+        label = f"{column}: {n_values} values" if n_values > _MOST_ENTRIES else column
+        axes[row * len(titles)].set_ylabel(label, parse_math=False)
+    for place, (key, title) in enumerate(titles.items()):
+        of_key = scores.get(key, {})
+        total = f", total {of_key['total']:.2f}" if "total" in of_key else ""
+        batch = f"\nbatch correction {of_key['batch']:.2f}" if "batch" in of_key else ""
+        axes[place].set_title(f"{title}{total}{batch}", parse_math=False)
+        axes[len(titles) + place].set_title(f"bio conservation {of_key['bio']:.2f}" if "bio" in of_key else "")
+    return axes
+
+
+def _totals_of(adata: AnnData, obsm_keys: list[str], report: Any, benchmark: str | None) -> dict[str, dict[str, float]]:
+    """Return the scIB totals of each embedding that has any, from a report or that in ``uns``."""
+    given = adata.uns.get(UNS_KEY, {}).get("report") if report is None else report
+    if given is None:
+        return {}
+    frame = check_columns("report", given, ())
+    if "metric" in frame:
+        frame = frame[frame["metric"].isin(TOTALS)]
+    scores = scores_by_method(frame, benchmark)[0] if len(frame) else pd.DataFrame()
+    scores = scores[[name for name in TOTALS if name in scores]]
+    both = {key: (key, key.removeprefix("X_")) for key in obsm_keys}
+    row_of = {key: name for key, names in both.items() for name in names[::-1] if name in scores.index}
+    if report is not None and (scores.empty or not row_of):
+        raise DataError(
+            f"report has no scIB scores of {listing(obsm_keys)}; name its rows by these obsm_keys, and score them with "
+            "scforge.eval.Scib."
+        )
+    return {key: scores.loc[name].dropna().to_dict() for key, name in row_of.items()}
 
 
 def _colored(adata: AnnData, color: str) -> pd.Series:

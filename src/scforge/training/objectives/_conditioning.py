@@ -149,8 +149,8 @@ class TellsBatches(Objective):
         of = f"batch_key={key!r}: {n_unknown} of {len(cells)} cells"
         return f"{of} have batches that are unknown to the model (known: {listing(names or [])})"
 
-    def own_batches(self, cells: Cells) -> np.ndarray:
-        """Return a code for the batch of each cell, even for new batches, int64, shape (N,); -1 if missing.
+    def own_batches(self, cells: Cells) -> pd.Categorical:
+        """Return the batch of each cell, even if it is new to the model, length N.
 
         Raises
         ------
@@ -158,7 +158,7 @@ class TellsBatches(Objective):
             If the column is missing.
         """
         key = str(self.batch_key)
-        return np.array(texts_of(cells.column(key), key=key, argument="batch_key").codes, dtype=np.int64)
+        return texts_of(cells.column(key), key=key, argument="batch_key")
 
     def batches_of(self, block: CellBlock) -> torch.Tensor | None:
         """Return the batch codes of the cells in a minibatch, int64, shape (B,), or None without `batch_key`."""

@@ -80,8 +80,8 @@ class NeighborPool:
         far = sparse.csr_matrix(
             (rows_of != of_pool[self.pairs.indices], self.pairs.indices, self.pairs.indptr), shape=self.pairs.shape
         )
-        self.share_across = float((far.sum(axis=1) > 0).mean())
-        """Fraction of the cells that have a neighbor in another batch."""
+        self.has_across = np.asarray(far.sum(axis=1)).ravel() > 0
+        """Whether each cell has a neighbor in another batch, bool, shape (number of cells in the pool,)."""
         weights = neighbor_weights(found, self.pairs, temperature=temperature)
         self.cumulative = np.concatenate([[0.0], np.cumsum(weights)])
         """Cumulative weights of the pairs, from 0 on, float64, shape (P + 1,)."""

@@ -158,7 +158,7 @@ class JointEmbedding(TellsBatches, SeesViews):
         """
         if self.batch_key is not None:
             try:
-                self._batches = self.own_batches(cells)
+                self._batches = np.array(self.own_batches(cells).codes, dtype=np.int64)
             except DataError as error:
                 warn(f"batch_key={self.batch_key!r}: {str(error).rstrip('.')}; all cells are treated as one batch.")
                 self._batches = np.zeros(len(cells), dtype=np.int64)

@@ -15,7 +15,7 @@ from torch import nn
 
 from scforge._checks import check_choice, check_count, check_positive
 from scforge.data.cells import CellBlock, Cells, CellSource
-from scforge.errors import DataError, warn
+from scforge.errors import DataError, listing, warn
 from scforge.models.components.latent import kl_divergence
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives._conditioning import IN_THE_MEAN, TellsBatches
@@ -28,7 +28,9 @@ logger = logging.getLogger("scforge")
 
 _MIN_ERROR = 1e-8
 _FEW = 0.5
-"""Fraction of cells with a neighbor in another batch below which a warning is issued."""
+"""Fraction of cells with a neighbor in another batch below which a warning is issued, and batches are named in it."""
+_MOST_NAMED, _NO_BATCH = 5, "no batch"
+"""Number of batches that the warning names, and the name for cells without a batch."""
 _OF_THE_OBJECTIVE = {"profile_genes", "profile_values", "has_neighbor", "batch"}
 
 
@@ -86,6 +88,12 @@ class NeighborDenoising(TellsBatches, SeesViews):
         Number of training cells among which neighbors are searched, sampled once, equally from each batch. All other
         cells use the neighbors of the nearest sampled cell in their batch.
 
+    Attributes
+    ----------
+    shares_across
+        A mapping from batch to the fraction of its cells that have a mutual neighbor in another batch, lowest first,
+        in the last training run (``model.objective.shares_across``). It is not saved with the model.
+
     Examples
     --------
     >>> import scforge
@@ -139,6 +147,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
         self._set_views(keep_min, keep_max, gene_dropout)
         self.max_cells = check_count("max_cells", max_cells, "cells", least=2)
         self._pool: NeighborPool | None = None
+        self.shares_across: dict[str, float] = {}
         self._collapse = CollapseWatch()
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
@@ -169,22 +178,29 @@ class NeighborDenoising(TellsBatches, SeesViews):
     def _look_up(self, cells: Cells, train_rows: np.ndarray) -> str:
         """Look up batches and neighbors; return a message about cells of unknown batches, or an empty string."""
         problem = self.look_up_batches(cells, needed=False)
-        self._pool = None
+        self._pool, self.shares_across = None, {}
         if (self.translation or self.agreement) and (self.across or self.within) and len(train_rows) > 2:
-            batches = self._batches
+            batches, names = self._batches, self.batches or []
             if problem:
                 try:
-                    batches = self.own_batches(cells)
+                    own = self.own_batches(cells)
+                    batches, names = np.array(own.codes, dtype=np.int64), list(own.categories)
                 except DataError:
                     batches = None
             options = {name: getattr(self, name) for name in ("across", "within", "space", "temperature", "max_cells")}
             self._pool = NeighborPool(cells, np.sort(train_rows), batches, **options)
-            share = self._pool.share_across
-            if batches is not None and len(self._pool.members) > 1 and self.across and share < _FEW:
-                warn(
-                    f"{1 - share:.0%} of the cells have no mutual neighbor in another batch, so the batches will mix "
-                    "less; check that the batches share cell types."
-                )
+            if batches is not None and len(self._pool.members) > 1 and self.across:
+                has = self._pool.has_across
+                shares = {batch: float(has[rows].mean()) for batch, rows in self._pool.members.items()}
+                named = [*names, _NO_BATCH]  # cells without a batch have the code -1
+                self.shares_across = {named[batch]: shares[batch] for batch in sorted(shares, key=shares.__getitem__)}
+                if has.mean() < _FEW:
+                    few = [name for name, share in self.shares_across.items() if share < _FEW]
+                    warn(
+                        f"{1 - has.mean():.0%} of the cells have no mutual neighbor in another batch, among them most "
+                        f"cells of {listing(few, most=_MOST_NAMED)}, so these batches will mix less; check that they "
+                        "share cell types with the others."
+                    )
         return problem
 
     def bind_query(self, cells: Cells, train_rows: np.ndarray) -> None:
