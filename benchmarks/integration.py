@@ -149,10 +149,11 @@ def scvi(pair: Pair, seed: int, *, tuned: bool) -> tuple[np.ndarray, np.ndarray]
 
 
 def scforge(
-    pair: Pair, seed: int, *, correction: float = 1.0, power: float | None = None
+    pair: Pair, seed: int, *, correction: float = 1.0, power: float | None = None, align: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """Our default, with its own correction, or with one that keeps another power of the standard deviations."""
-    model = trained_once(pair, lambda: transfer.encoder(both(pair), seed), "scforge")
+    name = "aligned" if align else "scforge"
+    model = trained_once(pair, lambda: transfer.encoder(both(pair), seed, align=align), name)
     if power is None:
         return transfer.halves(model.get_latent_representation(key_added=None, correction=correction), pair)
     embeddings = model.get_latent_representation(key_added=None)
@@ -164,6 +165,8 @@ METHODS: dict[str, Callable[[Pair, int], tuple[np.ndarray, np.ndarray]]] = {
     "scforge": partial(scforge, correction=0.0),
     "scforge, half corrected": partial(scforge, correction=0.5),
     "scforge, corrected": partial(scforge, correction=1.0),
+    "scforge, aligned": partial(scforge, correction=0.0, align=True),
+    "scforge, aligned and corrected": partial(scforge, correction=1.0, align=True),
     "scforge, Harmony on it": partial(scforge, power=1.0),
     "scforge, half whitened, Harmony": partial(scforge, power=0.5),
     "scforge, whitened, Harmony": partial(scforge, power=0.0),

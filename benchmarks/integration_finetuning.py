@@ -3,8 +3,8 @@
 A model is pretrained on the cells of a data set of ``integration.py`` without labels and without batches: a small
 transformer that predicts masked genes, and the light encoder with joint embedding; "light" is the default, which learns
 across batches already. Rows: its frozen embedding, Harmony on it, and the model fine-tuned on the same cells, with and
-without neighbors and SIGReg, each before and after the correction for batches that is fitted at the end. Data sets, cells
-and scores are those of ``integration.py``; options may be chosen on ``TUNING`` only. The results go into
+without neighbors and SIGReg, each before and after the correction for batches that is fitted at the end. Data sets,
+cells and scores are those of ``integration.py``; options may be chosen on ``TUNING`` only. The results go into
 ``benchmarks/results/integration_finetuning.csv``::
 
     python benchmarks/integration_finetuning.py --data FOLDER --runs 2

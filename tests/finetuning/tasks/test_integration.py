@@ -10,9 +10,10 @@ from scforge.errors import DataError, OptionError, ScforgeWarning
 from scforge.estimators import Encoder
 from scforge.eval.scib import BATCH, BIO
 from scforge.finetuning import get_task
-from scforge.finetuning.tasks.integration import IntegrationHead, align, negative_binomial
+from scforge.finetuning.tasks.integration import IntegrationHead, negative_binomial
 from scforge.models.components import SIGReg
 from scforge.models.components.heads import count_loss
+from scforge.training.objectives._alignment import align
 
 QUIET = {"progress_bar": False, "accelerator": "cpu", "num_threads": 0}
 

@@ -34,6 +34,7 @@ from scforge.finetuning.base import (
 from scforge.finetuning.labels import check_names
 from scforge.models.components.sigreg import SIGReg
 from scforge.tokenizers.base import Tokenizer, concatenate, pad
+from scforge.training.objectives._alignment import N_SLICES, align
 from scforge.training.objectives._neighbors import NeighborPool, check_temperature
 from scforge.training.objectives._views import downsample_counts
 from scforge.training.objectives.base import TrainingDefaults
@@ -130,40 +131,7 @@ class IntegrationHead(nn.Module):
         return (1e4 * self.decode(embeddings, codes).float().softmax(dim=-1)).log1p()
 
 
-_MIN_CELLS = 8
-"""Minimum number of cells from a batch in a step to regularize its distribution."""
-
 _LOG_DISPERSIONS = (-7.0, 9.0)
-
-
-def align(sigreg: SIGReg, z_bd: torch.Tensor, codes: torch.Tensor, n_batches: int, *, fresh: bool) -> torch.Tensor:
-    """Return SIGReg within each batch, a scalar, so that all batches are pulled onto the same Gaussian.
-
-    Parameters
-    ----------
-    sigreg
-        The statistic.
-    z_bd
-        Embeddings, shape (B, D).
-    codes
-        Batch of each cell, int64, shape (B,); cells with the code -1 form one additional batch.
-    n_batches
-        Number of batches E.
-    fresh
-        Whether to sample new directions instead of using the same directions each time.
-
-    Returns
-    -------
-    The statistic averaged over batches, weighted by the number of cells; batches with fewer than 8 cells in this step
-    are ignored.
-    """
-    generator = None if fresh else torch.Generator().manual_seed(0)
-    noise = torch.randn(z_bd.shape[-1], sigreg.slices, generator=generator).to(z_bd.device)
-    member_be = F.one_hot(torch.where(codes < 0, n_batches, codes), n_batches + 1).to(torch.float32)
-    sizes = member_be.sum(dim=0)
-    statistic_e = sigreg.of_groups(z_bd, noise, (member_be / sizes.clamp_min(1.0)).T)
-    weights = sizes * (sizes >= _MIN_CELLS)
-    return (statistic_e * weights).sum() / weights.sum().clamp_min(1.0)
 
 
 def negative_binomial(
@@ -221,7 +189,6 @@ def _baselines(task: Integration, context: EvaluationContext) -> dict[str, np.nd
 
 KEY = "X_scforge_integrated"
 _KEEP, _GENE_DROPOUT = (0.3, 1.0), (0.0, 0.4)
-_SLICES = 256
 _OWN = ("counts", "batch", "has_neighbor")
 
 
@@ -298,7 +265,7 @@ class Integration(Task):
         self.max_cells = check_count("max_cells", max_cells, "cells", least=2)
         self.alignment = check_positive("alignment", alignment, or_zero=True)
         self.hidden_dim = check_count("hidden_dim", hidden_dim, "dimensions")
-        self._sigreg = SIGReg(_SLICES)
+        self._sigreg = SIGReg(N_SLICES)
         self._codes: np.ndarray
         self._pool: NeighborPool | None = None
         self._measured: torch.Tensor | None = None

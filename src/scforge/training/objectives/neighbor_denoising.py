@@ -17,7 +17,9 @@ from scforge._checks import check_choice, check_count, check_positive
 from scforge.data.cells import CellBlock, Cells, CellSource
 from scforge.errors import DataError, listing, warn
 from scforge.models.components.latent import kl_divergence
+from scforge.models.components.sigreg import SIGReg
 from scforge.tokenizers.base import Tokenizer
+from scforge.training.objectives._alignment import N_SLICES, align
 from scforge.training.objectives._conditioning import IN_THE_MEAN, TellsBatches
 from scforge.training.objectives._neighbors import NeighborPool, check_temperature
 from scforge.training.objectives._views import CollapseWatch, SeesViews, geometry_moments
@@ -49,7 +51,9 @@ class NeighborDenoising(TellsBatches, SeesViews):
         reconstruction = 1/2 log mean (decode(z_i, b) - x)^2       over cells and genes
         translated     = 1/2 log mean (decode(z_j, b) - x)^2       over genes and cells with a neighbor
         distance       = mean (mu_i - mu_j)^2                      over dimensions and cells with a neighbor
+        aligned        = SIGReg of mu within each batch, mean over batches
         loss = reconstruction + translation * translated + agreement * distance + beta * divergence / G
+               + alignment * aligned
 
     The logarithm is the negative log-likelihood of a normal distribution with a learned variance. With ``beta=1``, the
     first and the last term therefore form the evidence lower bound (per gene) at any noise level. Batches are optional:
@@ -78,6 +82,11 @@ class NeighborDenoising(TellsBatches, SeesViews):
         Weights of the terms ``translated`` and ``distance``; if both are 0, no neighbors are searched. An agreement
         above 0 pulls the latent means of neighbors together. The embedding then shrinks, so remaining batch effects
         have more weight.
+    alignment
+        Weight of SIGReg within batches (:class:`~scforge.models.components.SIGReg`), which pulls each batch onto the
+        same Gaussian, so that batches mix better; 0 disables it. Higher weights make cell types harder to distinguish,
+        especially when batches differ in their cell types. Batches with fewer than 8 cells in a step are left out. Has
+        no effect without `batch_key`.
     beta
         Weight of the KL divergence of the latent distribution from N(0, I).
     keep_min, keep_max
@@ -130,6 +139,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
         temperature: float | None = 0.1,
         translation: float = 1.0,
         agreement: float = 0.0,
+        alignment: float = 0.0,
         beta: float = 0.3,
         keep_min: float = 0.3,
         keep_max: float = 1.0,
@@ -141,6 +151,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
         self.within = check_count("within", within, "neighbors", least=0)
         self.translation = check_positive("translation", translation, or_zero=True)
         self.agreement = check_positive("agreement", agreement, or_zero=True)
+        self.alignment = check_positive("alignment", alignment, or_zero=True)
         self.beta = check_positive("beta", beta, or_zero=True)
         self.space = check_choice("space", space, ["harmony", "components"])
         self.temperature = check_temperature(temperature)
@@ -148,6 +159,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
         self.max_cells = check_count("max_cells", max_cells, "cells", least=2)
         self._pool: NeighborPool | None = None
         self.shares_across: dict[str, float] = {}
+        self._sigreg = SIGReg(N_SLICES)
         self._collapse = CollapseWatch()
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
@@ -254,6 +266,9 @@ class NeighborDenoising(TellsBatches, SeesViews):
             total = total + self.agreement * distance + self.translation * log_error
             # Means over cells with a neighbor are computed from these at the end of the epoch.
             figures |= {"has_neighbor": share, "distance": distance * share, "translated_error": error * share}
+        if self.alignment and batches is not None and module.training:
+            figures["sigreg"] = align(self._sigreg.to(own.device), own, batches, len(self.batches or []), fresh=True)
+            total = total + self.alignment * figures["sigreg"]
         figures = {name: figure.detach() for name, figure in figures.items()}
         return total, figures | geometry_moments(own.detach())
 
