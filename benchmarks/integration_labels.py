@@ -1,12 +1,13 @@
-"""Does the default Encoder integrate batches better if it is told the types of some cells, compared with scANVI, scPoli?
+"""Does the default Encoder integrate batches better with labels of some cells, compared with scANVI and scPoli?
 
-In each run a random half of the cells of each type, at least one, keeps its label. Every method learns from all cells, with
-the seed of the run; rows "with labels", scANVI and scPoli learn from these labels as well. All scores are of the other
-half alone: scib-metrics' on up to 3,000 of these cells, as in ``integration.py``, and the macro-F1 of their labels, which a
-logistic regression (`f1_linear`) or the 15 nearest neighbors (`f1_knn`) predict from the half with labels. scANVI starts
-from "scVI, larger" and trains as in its tutorials, as scPoli does, which needs the package ``scarches``. The data sets are
-those of ``integration.py`` that are used for tuning: temperature and weight were chosen on them. The results go into
-``benchmarks/results/integration_labels.csv``, from which ``--docs`` makes tables::
+In each run a random half of the cells of each type, at least one, keeps its label. Every method learns from all cells,
+with the seed of the run; rows "with labels", scANVI and scPoli learn from these labels as well. All scores are of the
+other half alone: scib-metrics' on up to 3,000 of these cells, as in ``integration.py``, and the macro-F1 of their
+labels, which a logistic regression (`f1_linear`) or the 15 nearest neighbors (`f1_knn`) predict from the half with
+labels. scANVI starts from "scVI, larger" and trains for the 20 epochs of its tutorials, scPoli for the 50 of its own;
+it needs the package ``scarches``. The data sets are those of ``integration.py`` that are used for tuning: the weight
+was chosen on them. The results go into ``benchmarks/results/integration_labels.csv``, from which ``--docs`` makes
+tables::
 
     python benchmarks/integration_labels.py --data FOLDER --runs 3
     python benchmarks/integration_labels.py --docs docs/embeddings.md
