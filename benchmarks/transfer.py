@@ -195,7 +195,8 @@ def scpoli_of_reference(
     # Masks, where it expects positions: those do not index a Series of pandas 3.
     keys = {"condition_keys": BATCH, "cell_type_keys": LABEL, "labeled_indices": is_labeled}
     model = scPoli(cells, **keys, embedding_dims=5, recon_loss="nb")
-    model.train(**scpoli_options(n_epochs), eta=5)
+    # Prototypes of unlabeled cells have no weight in its loss, and need another package.
+    model.train(**scpoli_options(n_epochs), eta=5, unlabeled_prototype_training=False)
     return cells, model
 
 

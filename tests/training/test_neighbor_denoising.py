@@ -421,7 +421,7 @@ def test_labels_separate_types_that_neighbors_confuse():
     purity = {}
     for key in (None, "known"):
         Encoder.setup_anndata(adata, batch_key="batch")
-        objective = {"name": "neighbor_denoising", "labels_key": key}
+        objective = {"name": "neighbor_denoising", "labels_key": key, "labels_weight": 0.1}
         model = Encoder(adata, objective=objective, n_top_genes=0, hidden_dim=32)
         model.train(30, batch_size=60, progress_bar=False, accelerator="cpu")
         z = model.get_latent_representation()

@@ -163,7 +163,7 @@ class NeighborDenoising(TellsLabels, SeesViews):
         max_cells: int = 20_000,
         labels_key: str | None = None,
         labels: Sequence[str] | None = None,
-        labels_weight: float = 0.1,
+        labels_weight: float = 0.02,
     ) -> None:
         self._set_batches(batch_key, batches)
         self._set_labels(labels_key, labels)
