@@ -172,17 +172,44 @@ def scpoli_of_query(pair: Pair, seed: int, epochs: tuple[int, int] = (50, 50)) -
     """Return variable genes of both, and scPoli trained on the reference and its labels, then on the query.
 
     Of the query it learns the vectors of the batches, without labels. `epochs` are those on the reference and on the
-    query; the first 80 % learn no prototypes of labels, as in its tutorials, of which the weights are as well.
+    query.
     """
+    chosen = variable(pair[0])
+    is_labeled = np.ones(pair[0].n_obs, dtype=bool)
+    reference, model = scpoli_of_reference(pair[0][:, chosen], is_labeled, seed, n_epochs=epochs[0])
+    query = dense(pair[1][:, chosen])
+    mapped = type(model).load_query_data(query, model, labeled_indices=np.zeros(query.n_obs, dtype=bool))
+    mapped.train(**scpoli_options(epochs[1]), eta=10)
+    mapped.model.eval()
+    return reference, query, mapped
+
+
+def scpoli_of_reference(
+    cells: ad.AnnData, is_labeled: np.ndarray, seed: int, *, n_epochs: int = 50
+) -> tuple[ad.AnnData, Any]:
+    """Return the cells with dense counts, and scPoli trained on them and on the labels of some."""
     ad.read = ad.read_h5ad  # removed from anndata; scArches imports it
     from scarches.models.scpoli import scPoli
     from scvi import settings
 
     settings.seed = seed
-    chosen = variable(pair[0])
-    reference, query = (part[:, chosen].copy() for part in pair)
-    for part in (reference, query):
-        part.X = part.X.toarray().astype(np.float32)
+    cells = dense(cells)
+    # Masks, where it expects positions: those do not index a Series of pandas 3.
+    keys = {"condition_keys": BATCH, "cell_type_keys": LABEL, "labeled_indices": is_labeled}
+    model = scPoli(cells, **keys, embedding_dims=5, recon_loss="nb")
+    # Prototypes of unlabeled cells have no weight in its loss, and need another package.
+    model.train(**scpoli_options(n_epochs), eta=5, unlabeled_prototype_training=False)
+    return cells, model
+
+
+def dense(cells: ad.AnnData) -> ad.AnnData:
+    copy = cells.copy()
+    copy.X = copy.X.toarray().astype(np.float32)
+    return copy
+
+
+def scpoli_options(n_epochs: int) -> dict[str, Any]:
+    """Return options of scPoli's tutorials, in which the first 80 % of the epochs learn no prototypes of labels."""
     stop = {
         "early_stopping_metric": "val_prototype_loss",
         "mode": "min",
@@ -192,17 +219,7 @@ def scpoli_of_query(pair: Pair, seed: int, epochs: tuple[int, int] = (50, 50)) -
         "lr_patience": 13,
         "lr_factor": 0.1,
     }
-    first, then = ({"n_epochs": n, "pretraining_epochs": n * 4 // 5, "early_stopping_kwargs": stop} for n in epochs)
-    # Masks, where it expects positions: those do not index a Series of pandas 3.
-    keys = {"condition_keys": BATCH, "cell_type_keys": LABEL}
-    model = scPoli(
-        reference, **keys, embedding_dims=5, recon_loss="nb", labeled_indices=np.ones(reference.n_obs, dtype=bool)
-    )
-    model.train(**first, eta=5)
-    mapped = scPoli.load_query_data(query, model, labeled_indices=np.zeros(query.n_obs, dtype=bool))
-    mapped.train(**then, eta=10)
-    mapped.model.eval()
-    return reference, query, mapped
+    return {"n_epochs": n_epochs, "pretraining_epochs": n_epochs * 4 // 5, "early_stopping_kwargs": stop}
 
 
 def celltypist(pair: Pair, seed: int) -> np.ndarray:

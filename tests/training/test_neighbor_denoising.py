@@ -7,11 +7,12 @@ from scipy import sparse
 
 from scforge.data import GeneVocab, open_cells
 from scforge.data.neighbors import harmony_correct, mutual_neighbors, principal_components
-from scforge.errors import OptionError, ScforgeWarning
+from scforge.errors import DataError, OptionError, ScforgeWarning
 from scforge.models import Encoder, GenePoolingModel, TransformerEncoder
 from scforge.tokenizers import get_tokenizer
 from scforge.training import NeighborDenoising
 from scforge.training.objectives import neighbor_denoising
+from scforge.training.objectives.neighbor_denoising import contrastive_loss
 
 GENES, PER_GROUP = 40, 60
 
@@ -293,3 +294,160 @@ def test_models_without_a_decoder_are_refused():
         GenePoolingModel(20, 8, pooling="weighted_sum").decode(torch.zeros(2, 8))
     with pytest.raises(OptionError, match="pooling='mean' does not include the expression decoder that n_batches=0"):
         GenePoolingModel(20, 8, n_batches=0)
+
+
+def swapped_types() -> AnnData:
+    """Cells of two types that trade their strongest genes in the second batch, with the type of half of the cells."""
+    generator = np.random.default_rng(0)
+    parts, obs = [], []
+    for batch in range(2):
+        for group in range(2):
+            rates = np.full(GENES, 2.0)
+            rates[8 * (group ^ batch) : 8 * (group ^ batch) + 8] *= 4
+            rates[16 + 12 * group : 28 + 12 * group] *= 2
+            parts.append(generator.poisson(rates, (100, GENES)))
+            obs += [(f"b{batch}", f"t{group}")] * 100
+    frame = pd.DataFrame(obs, columns=["batch", "type"], index=[f"c{i}" for i in range(len(obs))])
+    frame["known"] = frame["type"].where(generator.random(len(frame)) < 0.5)
+    counts = sparse.csr_matrix(np.concatenate(parts).astype(np.float32))
+    return AnnData(counts, obs=frame, var=pd.DataFrame(index=[f"g{i}" for i in range(GENES)]))
+
+
+LABELED = {"labels_key": "known", "labels": ["t0", "t1"], **KNOWN}
+
+
+@pytest.mark.parametrize("max_cells", [20_000, 60])
+def test_neighbors_with_different_labels_are_dropped(max_cells):
+    adata = swapped_types()
+    known = adata.obs["known"].to_numpy(dtype=object)
+
+    def labels_of_pairs(**options) -> np.ndarray:
+        objective, cells, _ = bound(adata, max_cells=max_cells, **options)
+        block = cells.block(np.arange(0, len(cells), 2))
+        found, has = objective._pool.neighbors(block, epoch=0, seed=0)
+        pairs = np.stack([known[block.rows], known[objective._pool.rows[found.rows]]], axis=1)[has > 0]
+        return pairs[pd.notna(pairs).all(axis=1)]
+
+    without, with_labels = labels_of_pairs(**KNOWN), labels_of_pairs(**LABELED)
+    assert (without[:, 0] != without[:, 1]).mean() > 0.2
+    assert len(with_labels) > 15
+    assert (with_labels[:, 0] == with_labels[:, 1]).all()
+
+
+def test_contrast_by_hand(adata):
+    generator = np.random.default_rng(0)
+    mu, labels = generator.normal(size=(6, 3)), [0, 1, 0, -1, 0, 2]
+    cosines = mu @ mu.T / np.outer(np.linalg.norm(mu, axis=1), np.linalg.norm(mu, axis=1))
+    expected = []
+    for i in (0, 2, 4):  # only one cell has each of the other labels
+        others = [j for j in (0, 1, 2, 4, 5) if j != i]
+        total = np.log(sum(np.exp(cosines[i, j] / 0.1) for j in others))
+        expected.append(-np.mean([cosines[i, j] / 0.1 - total for j in (0, 2, 4) if j != i]))
+    leaf = torch.from_numpy(mu).float().requires_grad_()
+    loss = contrastive_loss(leaf, torch.tensor(labels))
+    torch.testing.assert_close(loss.item(), float(np.mean(expected)), rtol=1e-4, atol=1e-4)
+    for too_few in ([-1] * 6, [0, 1, -1, -1, -1, -1]):
+        leaf.grad = None
+        loss = contrastive_loss(leaf, torch.tensor(too_few))
+        loss.backward()
+        assert loss.item() == 0
+        assert not leaf.grad.any()
+
+
+def test_labels_add_their_weight_to_the_loss_of_training_alone():
+    adata, losses = swapped_types(), {}
+    for weight in (0.0, 0.5):
+        objective, cells, tokenizer = bound(adata, labels_weight=weight, **LABELED)
+        module = module_for(objective).train()
+        batch = objective.prepare(cells.block(np.arange(0, 400, 5)), tokenizer, epoch=0, seed=0)
+        for training in (True, False):
+            torch.manual_seed(0)
+            losses[weight, training] = objective.loss(module.train(training), batch)
+    contrast = losses[0.5, True][1]["contrast"]
+    assert contrast > 0.1
+    torch.testing.assert_close(losses[0.5, True][0], losses[0.0, True][0] + 0.5 * contrast)
+    assert losses[0.5, False][0] == losses[0.0, False][0]
+    assert "contrast" not in losses[0.0, True][1]
+
+
+def test_labels_of_held_out_and_of_query_cells_are_not_used():
+    adata, changed = swapped_types(), swapped_types()
+    held_out = np.arange(1, len(adata), 2)
+    changed.obs.iloc[held_out, 2] = adata.obs["type"].to_numpy()[held_out[::-1]]
+    changed.obs.iloc[::2, 2] = changed.obs["known"].iloc[::2].fillna("unknown")  # a word for a missing label
+    batches = []
+    for cells_of in (adata, changed):
+        objective, cells, tokenizer = bound(cells_of, **LABELED)
+        batches.append(objective.prepare(cells.block(np.arange(len(cells))), tokenizer, epoch=0, seed=0))
+    assert all(torch.equal(batches[0][name], batches[1][name]) for name in batches[0])
+    assert (batches[0]["labels"] >= 0).any()
+    objective.bind_query(cells, np.arange(len(cells)))
+    assert "labels" not in objective.prepare(cells.block(np.arange(6)), tokenizer, epoch=0, seed=0)
+
+
+def test_labels_are_used_by_the_option_alone():
+    adata = swapped_types()
+    Encoder.setup_anndata(adata, batch_key="batch", labels_key="type")
+    without = Encoder(adata, n_top_genes=0).spec.objective_options
+    assert (without["labels_key"], without["labels"]) == (None, None)
+    objective = {"name": "neighbor_denoising", "labels_key": "known"}
+    options = Encoder(adata, objective=objective, n_top_genes=0).spec.objective_options
+    assert (options["labels_key"], options["labels"]) == ("known", ["t0", "t1"])
+
+
+def test_a_loaded_model_keeps_the_option_and_embeds_cells_without_labels(tmp_path):
+    adata = swapped_types()
+    Encoder.setup_anndata(adata, batch_key="batch")
+    objective = {"name": "neighbor_denoising", "labels_key": "known", "labels_weight": 0.3}
+    model = Encoder(adata, objective=objective, n_top_genes=0, hidden_dim=8)
+    model.train(1, progress_bar=False, accelerator="cpu")
+    embedding = model.get_latent_representation()
+    model.save(tmp_path / "model")
+    del adata.obs["known"]
+    loaded = Encoder.load(tmp_path / "model", adata)
+    assert loaded.spec.objective_options == model.spec.objective_options
+    assert loaded.spec.objective_options["labels_weight"] == 0.3
+    np.testing.assert_allclose(loaded.get_latent_representation(), embedding, atol=1e-6)
+    with pytest.raises(DataError, match="labels_key='known' is not a column of obs"):
+        loaded.train(1, progress_bar=False)
+    adata.obs["known"] = np.where(np.arange(len(adata)) % 2, "t0", None)
+    with pytest.raises(DataError, match=r"labels_key='known': the training cells have fewer than two .*t0.*; label"):
+        loaded.train(1, progress_bar=False)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        (None, DataError, "labels_key='known' is not a column of obs"),
+        (np.nan, OptionError, "labels_key='known' is missing for all cells; choose another column"),
+        ("t0", OptionError, r"labels_key='known' has a single label \('t0'\); choose a column with at least two"),
+    ],
+)
+def test_labels_that_cannot_be_learned_are_refused(values, error, message):
+    adata = swapped_types()
+    adata.obs["known"] = values
+    if values is None:
+        del adata.obs["known"]
+    Encoder.setup_anndata(adata, batch_key="batch")
+    with pytest.raises(error, match=message):
+        Encoder(adata, objective={"name": "neighbor_denoising", "labels_key": "known"}, n_top_genes=0)
+
+
+@pytest.mark.slow
+def test_labels_separate_types_that_neighbors_confuse():
+    adata = swapped_types()
+    types, batches = adata.obs["type"].to_numpy(), adata.obs["batch"].to_numpy()
+    is_known = adata.obs["known"].notna().to_numpy()
+    purity = {}
+    for key in (None, "known"):
+        Encoder.setup_anndata(adata, batch_key="batch")
+        objective = {"name": "neighbor_denoising", "labels_key": key, "labels_weight": 0.1}
+        model = Encoder(adata, objective=objective, n_top_genes=0, hidden_dim=32)
+        model.train(30, batch_size=60, progress_bar=False, accelerator="cpu")
+        z = model.get_latent_representation()
+        z = z / np.linalg.norm(z, axis=1, keepdims=True)
+        cosines = np.where(batches[:, None] != batches, z @ z.T, -np.inf)[~is_known]
+        nearest = np.argsort(-cosines, axis=1)[:, :10]
+        purity[key] = (types[nearest] == types[~is_known][:, None]).mean()
+    assert purity[None] < 0.7
+    assert purity["known"] > purity[None] + 0.2

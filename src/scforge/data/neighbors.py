@@ -268,6 +268,46 @@ def mutual_neighbors(
     return found
 
 
+def neighbors_by_label(
+    pairs: sparse.csr_matrix, coordinates: np.ndarray, batches: np.ndarray, labels: np.ndarray, *, across: int = 30
+) -> sparse.csr_matrix:
+    """Drop pairs of cells with different labels, and add mutual neighbors in other batches among cells of one label.
+
+    Parameters
+    ----------
+    pairs
+        Neighbors from :func:`mutual_neighbors`, shape (N, N).
+    coordinates, batches, across
+        See :func:`mutual_neighbors`.
+    labels
+        Integer label code of each cell, shape (N,); negative if the label is unknown. Pairs with a cell of unknown
+        label are kept.
+
+    Returns
+    -------
+    Symmetric boolean matrix with an empty diagonal, shape (N, N).
+
+    Examples
+    --------
+    >>> pairs = sparse.csr_matrix(np.ones((3, 3), dtype=bool) & ~np.eye(3, dtype=bool))
+    >>> neighbors_by_label(pairs, np.eye(3), np.array([0, 1, 1]), np.array([0, 1, -1])).toarray().astype(int)
+    array([[0, 0, 1],
+           [0, 0, 1],
+           [1, 1, 0]])
+    """
+    rows, columns = pairs.nonzero()
+    differ = (labels[rows] >= 0) & (labels[columns] >= 0) & (labels[rows] != labels[columns])
+    kept = [np.stack([rows, columns])[:, ~differ]]
+    for label in np.unique(labels[labels >= 0]):
+        members = np.flatnonzero(labels == label)
+        found = mutual_neighbors(coordinates[members], batches[members], across=across, within=0)
+        kept.append(members[np.stack(found.nonzero())])
+    rows, columns = np.concatenate(kept, axis=1)
+    matrix = sparse.csr_matrix((np.ones(len(rows), dtype=bool), (rows, columns)), shape=pairs.shape)
+    matrix.sort_indices()
+    return matrix
+
+
 def neighbor_weights(coordinates: np.ndarray, pairs: sparse.csr_matrix, *, temperature: float | None) -> np.ndarray:
     """Return the weight exp(cosine / temperature) of each neighbor of a cell, relative to the nearest neighbor.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from scforge._columns import codes_among, texts_of
+from scforge._columns import codes_among, labels_of, texts_of
 from scforge.data.cells import CellBlock, Cells, named_column
 from scforge.errors import DataError, OptionError, TrainingError, listing, warn
 from scforge.training.objectives.base import Objective
@@ -163,3 +164,29 @@ class TellsBatches(Objective):
     def batches_of(self, block: CellBlock) -> torch.Tensor | None:
         """Return the batch codes of the cells in a minibatch, int64, shape (B,), or None without `batch_key`."""
         return of_block(self.batch_key, self._batches, block)
+
+
+class TellsLabels(TellsBatches):
+    """An objective that may also learn the labels of cells, from the column `labels_key` of obs."""
+
+    labels_key: str | None
+    labels: list[str] | None
+
+    def _set_labels(self, labels_key: str | None, labels: Sequence[str] | None) -> None:
+        """Check and store the label options."""
+        self.labels_key = labels_key
+        self.labels = check_classes("labels", labels, "labels_key", labels_key)
+
+    def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
+        """Return the labels and batches of the cells that the model is created with, unless they are already set."""
+        found = super().options_from(column)
+        if self.labels_key is not None and self.labels is None:
+            found["labels"] = classes_found("labels_key", self.labels_key, column, read=partial(labels_of, warns=True))
+        return found
+
+    def labels_of_cells(self, cells: Cells, *, needed: bool = True) -> np.ndarray | None:
+        """Return the label code of each cell, int64, shape (N,), -1 if unknown, or None without `labels_key`.
+
+        If the column is missing and not `needed`, no cell has a label.
+        """
+        return numbers_of_cells("labels_key", self.labels_key, "labels", self.labels, cells, needed=needed)

@@ -16,6 +16,7 @@ from scforge.data.neighbors import (
     harmony_correct,
     mutual_neighbors,
     neighbor_weights,
+    neighbors_by_label,
     principal_components,
 )
 from scforge.data.sampling import cell_keys
@@ -44,6 +45,8 @@ class NeighborPool:
         Rows of the training cells, ascending.
     batches
         Batch of every cell. If None, all cells form a single batch.
+    labels
+        Label of every cell, negative if unknown. If None, no label is known.
     across, within, space, temperature, max_cells
         See :class:`~scforge.training.NeighborDenoising`.
     """
@@ -53,6 +56,7 @@ class NeighborPool:
         cells: Cells,
         train_rows: np.ndarray,
         batches: np.ndarray | None,
+        labels: np.ndarray | None = None,
         *,
         across: int,
         within: int,
@@ -64,7 +68,7 @@ class NeighborPool:
         rows = choose_chunks(len(cells), max_cells, cells.chunk_size, rows=train_rows, groups=groups)
         self.rows = rows
         self.cells = cells.sample(len(rows), rows=rows)
-        self.batches = batches
+        self.batches, self.labels = batches, labels
         of_pool = np.zeros(len(rows), dtype=np.int64) if batches is None else batches[rows]
         found, self.loadings, self.offset = principal_components(self.cells)
         self.members = {batch: np.flatnonzero(of_pool == batch) for batch in np.unique(of_pool)}
@@ -76,6 +80,8 @@ class NeighborPool:
         if space == "harmony":
             found = harmony_correct(found, of_pool)
         self.pairs: sparse.csr_matrix = mutual_neighbors(found, of_pool, across=across, within=within)
+        if labels is not None:
+            self.pairs = neighbors_by_label(self.pairs, found, of_pool, labels[rows], across=across)
         rows_of = np.repeat(of_pool, np.diff(self.pairs.indptr))
         far = sparse.csr_matrix(
             (rows_of != of_pool[self.pairs.indices], self.pairs.indices, self.pairs.indptr), shape=self.pairs.shape
@@ -97,6 +103,10 @@ class NeighborPool:
         below, above = self.cumulative[starts], self.cumulative[stops]
         drawn = np.searchsorted(self.cumulative, below + share * (above - below), side="right") - 1
         chosen[has] = self.pairs.indices[np.clip(drawn, starts, stops - 1)[has]]
+        if self.labels is not None:
+            # A cell outside the pool may have another label than the cell that represents it.
+            own, of_neighbor = self.labels[block.rows], self.labels[self.rows[chosen]]
+            has &= (own < 0) | (of_neighbor < 0) | (own == of_neighbor)
         return self.cells.block(chosen, draw=block.draw), has.astype(np.float32)
 
     def _places_of(self, block: CellBlock) -> np.ndarray:

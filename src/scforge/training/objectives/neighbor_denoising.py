@@ -15,12 +15,12 @@ from torch import nn
 
 from scforge._checks import check_choice, check_count, check_positive
 from scforge.data.cells import CellBlock, Cells, CellSource
-from scforge.errors import DataError, listing, warn
+from scforge.errors import DataError, OptionError, listing, warn
 from scforge.models.components.latent import kl_divergence
 from scforge.models.components.sigreg import SIGReg
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives._alignment import N_SLICES, align
-from scforge.training.objectives._conditioning import IN_THE_MEAN, TellsBatches
+from scforge.training.objectives._conditioning import IN_THE_MEAN, TellsLabels
 from scforge.training.objectives._neighbors import NeighborPool, check_temperature
 from scforge.training.objectives._views import CollapseWatch, SeesViews, geometry_moments
 from scforge.training.objectives.base import TrainingDefaults, register_objective
@@ -33,11 +33,13 @@ _FEW = 0.5
 """Fraction of cells with a neighbor in another batch below which a warning is issued, and batches are named in it."""
 _MOST_NAMED, _NO_BATCH = 5, "no batch"
 """Number of batches that the warning names, and the name for cells without a batch."""
-_OF_THE_OBJECTIVE = {"profile_genes", "profile_values", "has_neighbor", "batch"}
+_CONTRAST = 0.1
+"""Temperature of the contrastive loss."""
+_OF_THE_OBJECTIVE = {"profile_genes", "profile_values", "has_neighbor", "batch", "labels"}
 
 
 @register_objective("neighbor_denoising")
-class NeighborDenoising(TellsBatches, SeesViews):
+class NeighborDenoising(TellsLabels, SeesViews):
     """Reconstruct the expression of a cell from subsampled counts of the cell and of a mutual nearest neighbor.
 
     Batches are integrated by translation: the decoder reconstructs a cell from the latent variable of a neighbor in
@@ -59,6 +61,12 @@ class NeighborDenoising(TellsBatches, SeesViews):
     first and the last term therefore form the evidence lower bound (per gene) at any noise level. Batches are optional:
     without `batch_key`, neighbors are searched among all cells, which makes cell types compact. Held-out cells have no
     neighbors, so the validation loss consists of reconstruction and KL divergence.
+
+    With `labels_key`, the objective also learns from the labels that some of the training cells have. Neighbors with
+    different labels are dropped, mutual neighbors in other batches among the cells of each label are added
+    (:func:`~scforge.data.neighbors.neighbors_by_label`), and ``labels_weight * contrast`` is added to the loss. The
+    contrast is the supervised contrastive loss [1]_ of the means of all views in a minibatch whose cells have a label,
+    with the cosine similarity and a temperature of 0.1. Labels of held-out cells and of query cells are not used.
 
     Parameters
     ----------
@@ -96,12 +104,24 @@ class NeighborDenoising(TellsBatches, SeesViews):
     max_cells
         Number of training cells among which neighbors are searched, sampled once, equally from each batch. All other
         cells use the neighbors of the nearest sampled cell in their batch.
+    labels_key
+        Column of ``obs`` with the label of each cell, e.g. its type; missing if it is unknown. If None, labels are not
+        used, even if ``setup_anndata`` has a `labels_key`.
+    labels
+        Names of the labels, in the order of their codes. If None, uses the labels of the cells that the model is
+        created with. Cells of other labels are treated as cells without a label.
+    labels_weight
+        Weight of the term ``contrast``. If 0, labels only select neighbors.
 
     Attributes
     ----------
     shares_across
         A mapping from batch to the fraction of its cells that have a mutual neighbor in another batch, lowest first,
         in the last training run (``model.objective.shares_across``). It is not saved with the model.
+
+    References
+    ----------
+    .. [1] Khosla et al. (2020), Advances in Neural Information Processing Systems 33, 18661-18673.
 
     Examples
     --------
@@ -145,8 +165,18 @@ class NeighborDenoising(TellsBatches, SeesViews):
         keep_max: float = 1.0,
         gene_dropout: float = 0.4,
         max_cells: int = 20_000,
+        labels_key: str | None = None,
+        labels: Sequence[str] | None = None,
+        labels_weight: float = 0.02,
     ) -> None:
         self._set_batches(batch_key, batches)
+        self._set_labels(labels_key, labels)
+        if self.labels is not None and len(self.labels) < 2:
+            raise OptionError(
+                f"labels_key={labels_key!r} has a single label ({self.labels[0]!r}); choose a column with at least "
+                "two, or omit labels_key."
+            )
+        self.labels_weight = check_positive("labels_weight", labels_weight, or_zero=True)
         self.across = check_count("across", across, "neighbors", least=0)
         self.within = check_count("within", within, "neighbors", least=0)
         self.translation = check_positive("translation", translation, or_zero=True)
@@ -157,6 +187,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
         self.temperature = check_temperature(temperature)
         self._set_views(keep_min, keep_max, gene_dropout)
         self.max_cells = check_count("max_cells", max_cells, "cells", least=2)
+        self._labels: np.ndarray | None = None
         self._pool: NeighborPool | None = None
         self.shares_across: dict[str, float] = {}
         self._sigreg = SIGReg(N_SLICES)
@@ -180,10 +211,25 @@ class NeighborDenoising(TellsBatches, SeesViews):
         return {"n_batches": len(self.batches or [])}
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
-        """Look up the batch of each cell, and neighbors among the training cells.
+        """Look up the batch of each cell, and labels and neighbors of the training cells.
 
         Cells of unknown batches are decoded with the mean of all batch vectors, and a warning is issued.
+
+        Raises
+        ------
+        DataError
+            If the column `labels_key` is missing, or the training cells have fewer than two labels.
         """
+        self._labels = self.labels_of_cells(cells)
+        if self._labels is not None:
+            is_held_out = np.ones(len(cells), dtype=bool)
+            is_held_out[train_rows] = False
+            self._labels[is_held_out] = -1
+            if len(np.unique(self._labels[self._labels >= 0])) < 2:
+                raise DataError(
+                    f"labels_key={self.labels_key!r}: the training cells have fewer than two of the labels that the "
+                    f"model knows ({listing(self.labels or [])}); label more cells, or omit labels_key for a new model."
+                )
         if problem := self._look_up(cells, train_rows):
             warn(f"{problem}; {IN_THE_MEAN}")
 
@@ -200,7 +246,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
                 except DataError:
                     batches = None
             options = {name: getattr(self, name) for name in ("across", "within", "space", "temperature", "max_cells")}
-            self._pool = NeighborPool(cells, np.sort(train_rows), batches, **options)
+            self._pool = NeighborPool(cells, np.sort(train_rows), batches, self._labels, **options)
             if batches is not None and len(self._pool.members) > 1 and self.across:
                 has = self._pool.has_across
                 shares = {batch: float(has[rows].mean()) for batch, rows in self._pool.members.items()}
@@ -216,7 +262,8 @@ class NeighborDenoising(TellsBatches, SeesViews):
         return problem
 
     def bind_query(self, cells: Cells, train_rows: np.ndarray) -> None:
-        """Bind query cells as in :meth:`bind`, without a warning about new batches or a missing column."""
+        """Bind query cells as in :meth:`bind`, without labels and warnings about new batches or a missing column."""
+        self._labels = None
         if self._look_up(cells, train_rows):
             logger.info(
                 "Cells from batches that are unknown to the model are decoded with the mean of all batch vectors."
@@ -227,7 +274,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
         return batch["profile_genes"].shape[0]
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
-        """Tokenize a view of each cell and a view of one of its neighbors, and add the full profiles of the cells.
+        """Tokenize a view of each cell and a view of one of its neighbors; add labels and full profiles of the cells.
 
         A cell without a neighbor is assigned an arbitrary neighbor with weight 0, so that all processes compute the
         same shapes.
@@ -238,6 +285,9 @@ class NeighborDenoising(TellsBatches, SeesViews):
             found, has = self._pool.neighbors(block, epoch=epoch, seed=seed)
             seen.append(found)
             extra["has_neighbor"] = torch.from_numpy(has)
+        if self._labels is not None:
+            rows = [block.rows] if self._pool is None else [block.rows, self._pool.rows[found.rows]]
+            extra["labels"] = torch.from_numpy(self._labels[np.concatenate(rows)])
         views = self._views(seen, tokenizer, epoch=epoch, seed=seed)
         if (batches := self.batches_of(block)) is not None:
             extra["batch"] = batches
@@ -269,6 +319,9 @@ class NeighborDenoising(TellsBatches, SeesViews):
         if self.alignment and batches is not None and module.training:
             figures["sigreg"] = align(self._sigreg.to(own.device), own, batches, len(self.batches or []), fresh=True)
             total = total + self.alignment * figures["sigreg"]
+        if "labels" in batch and module.training and self.labels_weight:
+            figures["contrast"] = contrastive_loss(mu, batch["labels"])
+            total = total + self.labels_weight * figures["contrast"]
         figures = {name: figure.detach() for name, figure in figures.items()}
         return total, figures | geometry_moments(own.detach())
 
@@ -286,3 +339,16 @@ class NeighborDenoising(TellsBatches, SeesViews):
                 if share > 0:
                     means[name] = figure / share
         return {**super().summarize(means), **found}
+
+
+def contrastive_loss(mu: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the supervised contrastive loss of means (V, L) with labels (V,), negative if unknown; 0 without pairs."""
+    known = labels >= 0
+    others = known & ~torch.eye(len(mu), dtype=torch.bool, device=mu.device)
+    same = others & known.unsqueeze(1) & (labels == labels.unsqueeze(1))
+    directions = nn.functional.normalize(mu, dim=1)
+    similarity = (directions @ directions.T / _CONTRAST).masked_fill(~others, torch.finfo(mu.dtype).min)
+    log_share = similarity - similarity.logsumexp(dim=1, keepdim=True)
+    n_same = same.sum(dim=1)
+    of_cells = -log_share.masked_fill(~same, 0.0).sum(dim=1) / n_same.clamp(min=1)
+    return of_cells.sum() / (n_same > 0).sum().clamp(min=1)

@@ -5,41 +5,29 @@ Shapes: B cells, S tokens, G genes of the vocabulary, L latent dimensions, T cla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
 
 from scforge._checks import check_count, check_positive
-from scforge._columns import labels_of
 from scforge.data.cells import CellBlock, Cells, CellSource
 from scforge.errors import DataError, OptionError, listing, warn
 from scforge.models.components.latent import classification_loss, kl_divergence, reconstruction_loss
 from scforge.tokenizers._expression import log1p_cp10k
 from scforge.tokenizers.base import RaggedTokens, Tokenizer, pad
-from scforge.training.objectives._conditioning import (
-    TellsBatches,
-    check_classes,
-    classes_found,
-    numbers_of_cells,
-    of_block,
-)
+from scforge.training.objectives._conditioning import TellsLabels, of_block
 from scforge.training.objectives._views import downsampled
 from scforge.training.objectives.base import TrainingDefaults, mismatch, register_objective
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 _ACTIVE = 0.01
 """Minimum variance over cells of the mean of an active latent dimension (Burda et al. 2016)."""
 
 
 @register_objective("variational")
-class Variational(TellsBatches):
+class Variational(TellsLabels):
     """Mean squared error of all genes, cross entropy of the class, and KL divergence of the latent distribution.
 
     Requires an architecture with a latent distribution, such as ``scdiva``. Let x be the log1p CP10K values of all
@@ -117,8 +105,7 @@ class Variational(TellsBatches):
         self.kl_warmup = check_count("kl_warmup", kl_warmup, "epochs", least=0)
         self.reconstruction_weight = check_positive("reconstruction_weight", reconstruction_weight, or_zero=True)
         self.classification_weight = check_positive("classification_weight", classification_weight, or_zero=True)
-        self.labels_key = labels_key
-        self.labels = check_classes("labels", labels, "labels_key", labels_key)
+        self._set_labels(labels_key, labels)
         self._set_batches(batch_key, batches)
         self.thinning = check_thinning(thinning)
         if not self.reconstruction_weight and (self.labels_key is None or not self.classification_weight):
@@ -131,13 +118,6 @@ class Variational(TellsBatches):
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
         """Raise an error if the architecture does not have a latent distribution and the required heads."""
         check_latent("variational", architecture, ("infer", "decode", "classify"), "the architecture 'scdiva'")
-
-    def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
-        """Return the classes and batches of the cells that the model is created with, unless they are already set."""
-        found = super().options_from(column)
-        if self.labels_key is not None and self.labels is None:
-            found["labels"] = classes_found("labels_key", self.labels_key, column, read=partial(labels_of, warns=True))
-        return found
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Initialize the decoder at the mean expression of each gene."""
@@ -177,13 +157,12 @@ class Variational(TellsBatches):
 
     def _no_class(self, cells: Cells, train_rows: np.ndarray, *, needed: bool) -> str:
         """Look up the class of each cell; return a message if no training cell has a known class, otherwise ""."""
-        key, names = self.labels_key, self.labels
-        self._labels = numbers_of_cells("labels_key", key, "labels", names, cells, needed=needed)
+        self._labels = self.labels_of_cells(cells, needed=needed)
         if self._labels is None or (self._labels[train_rows] >= 0).any():
             return ""
         return (
-            f"labels_key={key!r}: no training cell has a class that is known to the model (known: "
-            f"{listing(names or [])})"
+            f"labels_key={self.labels_key!r}: no training cell has a class that is known to the model (known: "
+            f"{listing(self.labels or [])})"
         )
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
