@@ -64,6 +64,8 @@ results: ## Rewrite the tables and figures of the documentation from benchmarks/
 	$(VENV)/bin/python benchmarks/annotation.py --docs docs/fine_tuning.md
 	$(VENV)/bin/python benchmarks/integration.py --docs docs/embeddings.md
 	$(VENV)/bin/python benchmarks/integration_labels.py --docs docs/embeddings.md
+	$(VENV)/bin/python benchmarks/integration_objective.py --docs docs/objectives.md
+	$(VENV)/bin/python benchmarks/integration_finetuning.py --docs docs/reference_mapping.md
 	$(VENV)/bin/python benchmarks/perturbation_effects.py --docs docs/fine_tuning.md
 	$(VENV)/bin/python benchmarks/in_silico.py --docs docs/in_silico.md
 	$(VENV)/bin/python benchmarks/figures.py docs/_static/benchmarks

@@ -66,6 +66,12 @@ QUESTIONS = {
 }
 
 
+def halves_drawn(cells: ad.AnnData, seed: int) -> Pair:
+    """Return the cells of a run in two parts, as the methods of ``transfer.py`` expect them."""
+    half = cells.n_obs // 2
+    return drawn((cells[:half].copy(), cells[half:].copy()), seed)
+
+
 def both(pair: Pair) -> ad.AnnData:
     return ad.concat(pair, index_unique="-")
 
@@ -180,12 +186,17 @@ METHODS: dict[str, Callable[[Pair, int], tuple[np.ndarray, np.ndarray]]] = {
 }
 
 
-def scores(embedding: np.ndarray, before: np.ndarray, cells: ad.AnnData, seed: int) -> dict[str, float]:
-    """Return total, bio and batch of some of the cells, with and without Leiden clusters."""
+def all_scores(embedding: np.ndarray, before: np.ndarray, cells: ad.AnnData, seed: int) -> dict[str, float]:
+    """Return all scores of scIB of some of the cells."""
     rows = np.sort(np.random.default_rng(seed).permutation(cells.n_obs)[:N_SCORED])
     obs = cells.obs.iloc[rows]
     components = pd.DataFrame(before[rows], index=obs.index)
-    found = Scib(LABEL, BATCH, max_cells=None, pre_integrated=components).run(embedding[rows], obs)
+    return Scib(LABEL, BATCH, max_cells=None, pre_integrated=components).run(embedding[rows], obs)
+
+
+def scores(embedding: np.ndarray, before: np.ndarray, cells: ad.AnnData, seed: int) -> dict[str, float]:
+    """Return total, bio and batch of some of the cells, with and without Leiden clusters."""
+    found = all_scores(embedding, before, cells, seed)
     biology = [found[name] for name in ("isolated_labels", "kmeans_nmi", "kmeans_ari", "silhouette_label", "clisi")]
     without = 0.6 * float(np.mean(biology)) + 0.4 * found["batch"]
     return {name: found[name] for name in ("total", "bio", "batch")} | {"total_without_leiden": without}
@@ -195,10 +206,8 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     for dataset in args.datasets:
         cells = DATASETS[dataset](args.data)
         for run in range(args.first_run, args.first_run + args.runs):
-            half = cells.n_obs // 2
-            pair = drawn((cells[:half].copy(), cells[half:].copy()), run)
-            whole = both(pair)
-            before = np.vstack(components(pair, 0, scale=False))
+            pair = halves_drawn(cells, run)
+            whole, before = both(pair), np.vstack(components(pair, 0, scale=False))
             for method in args.methods:
                 began = time.process_time()
                 embedding = np.vstack(METHODS[method](pair, run))

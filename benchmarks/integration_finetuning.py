@@ -26,8 +26,8 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 from _tables import difference, keep, means, read, rewrite
-from _transfer_tasks import BATCH, drawn
-from integration import DATASETS, TUNING, both, components, scores
+from _transfer_tasks import BATCH
+from integration import DATASETS, TUNING, both, components, halves_drawn, scores
 
 from scforge.data.neighbors import harmony_correct
 from scforge.models import Encoder
@@ -82,9 +82,8 @@ def embeddings(
 def measured(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     for dataset in args.datasets:
         cells = DATASETS[dataset](args.data)
-        half = cells.n_obs // 2
         for run in range(args.first_run, args.first_run + args.runs):
-            pair = drawn((cells[:half].copy(), cells[half:].copy()), run)
+            pair = halves_drawn(cells, run)
             whole, before = both(pair), np.vstack(components(pair, 0, scale=False))
             for base in args.models:
                 model = pretrained(whole, base, run)
