@@ -108,9 +108,13 @@ def against_harmony(results: pd.DataFrame) -> str:
     lines = ["| model | data set | n | frozen | Harmony on it | fine-tuned | difference |", f"|{'---|' * 7}"]
     of_total = results[results["metric"] == "total"]
     for (base, dataset), part in of_total.groupby(["model", "dataset"], sort=False):
-        wide = part.pivot(index="run", columns="method", values="value").dropna(subset=[HARMONY, "fine-tuned"])
+        wide = part.pivot(index="run", columns="method", values="value").reindex(columns=METHODS)
+        wide = wide.dropna(subset=[HARMONY, "fine-tuned"])
+        if wide.empty:
+            continue
         values = " | ".join(f"{wide[name].mean():.3f}" for name in (FROZEN, HARMONY, "fine-tuned"))
-        gain = difference(wide["fine-tuned"] - wide[HARMONY])
+        gains = wide["fine-tuned"] - wide[HARMONY]
+        gain = difference(gains) if len(gains) > 1 else f"{gains.item():+.3f}, one run"
         lines.append(f"| {base} | {dataset} | {len(wide)} | {values} | {gain} |")
     return "\n".join(lines)
 

@@ -79,7 +79,7 @@ def test_a_query_that_is_mapped_is_scaled_like_its_reference(integrated, cells, 
     assert np.array_equal(loaded.get_latent_representation(key_added=None, correction=1), found)
 
 
-@pytest.mark.parametrize("correction", [-0.1, 1.5, "all", True, None])
+@pytest.mark.parametrize("correction", [-0.1, 1.5, "all", True])
 def test_correction_is_a_share(integrated, correction):
     with pytest.raises(OptionError, match=f"correction={correction!r} is not a number from 0 to 1"):
         integrated.get_latent_representation(correction=correction)

@@ -11,7 +11,7 @@ from scforge.errors import DataError, OptionError, ScforgeWarning
 from scforge.models import Encoder, GenePoolingModel, TransformerEncoder
 from scforge.tokenizers import get_tokenizer
 from scforge.training import NeighborDenoising
-from scforge.training.objectives import neighbor_denoising
+from scforge.training.objectives import _neighbors
 from scforge.training.objectives.neighbor_denoising import contrastive_loss
 
 GENES, PER_GROUP = 40, 60
@@ -91,6 +91,27 @@ def test_loss_by_hand(adata):
     assert not has[1::2].any()
     assert has[::2].mean() > 0.5
     torch.testing.assert_close(figures["has_neighbor"], has.mean())
+
+
+def test_alignment_adds_sigreg_within_batches_in_training_alone(adata):
+    rows = np.arange(0, 360, 4)
+    losses = {}
+    for weight in (0.0, 0.2):
+        objective, cells, tokenizer = bound(adata, alignment=weight, **KNOWN)
+        module = module_for(objective)
+        batch = objective.prepare(cells.block(rows), tokenizer, epoch=0, seed=0)
+        torch.manual_seed(0)
+        losses[weight] = objective.loss(module.train(), batch)
+        assert "sigreg" not in objective.loss(module.eval(), batch)[1]
+    (without, figures), (total, aligned) = losses.values()
+    assert "sigreg" not in figures
+    assert aligned["sigreg"] > 1, "the embedding of a module that is not trained is far from a Gaussian"
+    torch.testing.assert_close(total - without, 0.2 * aligned["sigreg"], rtol=1e-3, atol=1e-4)
+    untold, cells, tokenizer = bound(adata, alignment=0.2)
+    batch = untold.prepare(cells.block(rows), tokenizer, epoch=0, seed=0)
+    assert "sigreg" not in untold.loss(module_for(untold).train(), batch)[1], (
+        "without batches there is nothing to align"
+    )
 
 
 def test_neighbors_in_a_batch_are_training_cells_near_the_cell(adata):
@@ -177,7 +198,7 @@ def test_neighbors_are_drawn_as_often_as_they_weigh(adata, temperature, monkeypa
     # The first and the last draw are neighbors of the cell, too.
     for key in (0, 2**64 - 1):
         keys = np.full(len(pool.rows), key, dtype=np.uint64)
-        monkeypatch.setattr(neighbor_denoising, "cell_keys", lambda rows, keys=keys, **_: keys)
+        monkeypatch.setattr(_neighbors, "cell_keys", lambda rows, keys=keys, **_: keys)
         found, has = pool.neighbors(cells.block(pool.rows), epoch=0, seed=0)
         assert has.mean() > 0.9
         for row in np.flatnonzero(has):

@@ -131,7 +131,13 @@ OPTIONS = {
     "joint_embedding": {"per_batch": True, "batch_key": "batch", "batches": ["x", "y"]},
     "masked_diffusion": {"thinning": (0.2, 0.5), "max_genes": 20, "corrupt": "both"},
     "masked_value_prediction": {"zero_targets": 2.0},
-    "neighbor_denoising": {"batch_key": "batch", "batches": ["x", "y"], "labels_key": "t", "labels": ["a", "b"]},
+    "neighbor_denoising": {
+        "batch_key": "batch",
+        "batches": ["x", "y"],
+        "labels_key": "group",
+        "labels": ["a", "b"],
+        "alignment": 0.01,
+    },
     "variational": {"thinning": (0.1, 0.9), "labels_key": "group", "labels": ("a", "b"), "kl_warmup": 3},
 }
 
@@ -201,6 +207,7 @@ def test_what_happens_to_a_cell_depends_on_epoch_seed_and_cell_alone(name, cells
         ("next_gene_prediction", {"condition_dropout": 1.5}, "condition_dropout=1.5"),
         ("neighbor_denoising", {"across": -1}, "across=-1 is too small"),
         ("neighbor_denoising", {"temperature": "hot"}, "temperature='hot' must be a positive number"),
+        ("neighbor_denoising", {"alignment": -1}, "alignment=-1 must be zero or a positive number"),
         ("neighbor_denoising", {"labels_weight": -1}, "labels_weight=-1 must be zero or a positive number"),
         ("neighbor_denoising", {"labels_key": "t", "labels": ["a"]}, r"labels_key='t' has a single label \('a'\)"),
     ],
