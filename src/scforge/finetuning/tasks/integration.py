@@ -333,7 +333,7 @@ class Integration(Task):
         head.start_at(np.asarray(cells.counts.sum(axis=0), dtype=np.float64).ravel(), tokenizer.vocab.n_special)
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> Batch:
-        """Tokenize a view of each cell, and of one of its neighbors, and add what the decoder predicts and is told.
+        """Tokenize a view of each cell, and of one of its neighbors, and add what the decoder predicts and receives.
 
         That is ``counts``, shape (B, G), ``batch``, shape (B,), and ``has_neighbor``, shape (B,). A cell without a
         neighbor has an arbitrary one, so that all processes compute the same shapes.
@@ -343,8 +343,10 @@ class Integration(Task):
             neighbors, has_neighbor = self._pool.neighbors(block, epoch=epoch, seed=seed)
             blocks.append(neighbors)
             extra["has_neighbor"] = torch.from_numpy(has_neighbor)
-        how = {"keep": _KEEP, "gene_dropout": _GENE_DROPOUT, "seed": seed, "epoch": epoch}
-        views = [downsample_counts(part, view=view, **how) for view, part in enumerate(blocks)]
+        views = [
+            downsample_counts(part, keep=_KEEP, gene_dropout=_GENE_DROPOUT, seed=seed, epoch=epoch, view=view)
+            for view, part in enumerate(blocks)
+        ]
         tokens = pad(concatenate([tokenizer.ragged(view) for view in views]))
         rows = np.concatenate([view.rows for view in views])
         counts = np.zeros((len(block), tokenizer.vocab.n_genes), dtype=np.float32)
