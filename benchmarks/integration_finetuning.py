@@ -73,10 +73,10 @@ def embeddings(
         tuned = model.finetune(
             "integration", batch_key=BATCH, test_size=0.0, max_epochs=epochs, **FINE_TUNED[name], **TRAINING
         )
-        embedding = tuned.get_latent_representation(key_added=None)
+        embedding = tuned.get_latent_representation(key_added=None, correction=1)
         spent = time.process_time() - began
         yield name, embedding, spent
-        yield f"{name}, not corrected", tuned.get_latent_representation(key_added=None, correction=0), spent
+        yield f"{name}, not corrected", tuned.get_latent_representation(key_added=None), spent
 
 
 def measured(args: argparse.Namespace) -> Iterator[dict[str, object]]:

@@ -473,8 +473,7 @@ def _add_embed(command: argparse.ArgumentParser) -> None:
     add("-o", "--output", required=True, metavar="FILE", help="out.h5ad or out.zarr")
     add("--counts", action=argparse.BooleanOptionalAction, help=counts)
     add("--key", metavar="KEY", help="key in obsm (X_scforge)")
-    correction = "correct for batches, from 0 to 1 (default: 1 after finetune with the task integration, else 0)"
-    add("--correction", type=float, metavar="SHARE", help=correction)
+    add("--correction", type=float, default=0.0, metavar="SHARE", help="correct for batches, from 0 (default) to 1")
     add("--batch-size", **_BATCH_SIZE)
     add("--device", **_DEVICE)
     add("--rank", type=int, metavar="N", help="rank of this process, from 0")

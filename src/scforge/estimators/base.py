@@ -320,7 +320,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         key_added: str | None = AUTO_KEY,
         batch_size: int = 256,
         indices: Sequence[int] | np.ndarray | None = None,
-        correction: float | None = None,
+        correction: float = 0.0,
         **of_others: Any,
     ) -> np.ndarray:
         """Embed cells, and write the embedding into ``adata.obsm``.
@@ -344,8 +344,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
             How strongly the embedding is corrected for the batches that the model was trained on, from 0 (not at all)
             to 1. More correction mixes batches better and conserves less biology. The correction scales principal
             components of the embedding and applies Harmony [1]_, as fitted after training. Query models only scale,
-            because their cells are mapped already. If None, it is 1 for models that were fine-tuned for
-            ``"integration"``, and 0 for others.
+            because their cells are mapped already.
         **of_others
             Raises an error with advice for arguments of other packages, e.g. `return_dist` of scvi-tools.
 
@@ -385,7 +384,6 @@ class CellModel(BaseModelClass, metaclass=_Front):
         source = self._ready(adata, "its embedding is")
         cells = self._open(source)
         rows = None if indices is None else positions(indices, len(cells))
-        correction = self._default_correction if correction is None else correction
         codes = self._codes_to_correct(source, cells, correction, rows)
         embedding = embed(
             self.module, cells, self._tokenizer, objective=self._objective, batch_size=batch_size, rows=rows
@@ -404,8 +402,9 @@ class CellModel(BaseModelClass, metaclass=_Front):
             return None
         if self._is_query:
             return np.full(len(cells), -1, dtype=np.int64)  # the mapping has moved them
-        key = (self._setup_of(source) or {}).get("batch_key") or self._corrected_key
-        return fitted.codes(cells, key, rows)
+        # Other cells may have their batches in another column, but a task has its own.
+        setup = self._setup_of(source) if self._spec.tuning is None else None
+        return fitted.codes(cells, (setup or {}).get("batch_key") or self._corrected_key, rows)
 
     def _correction_for(self, correction: float) -> BatchCorrection | None:
         """Return the correction, or None if `correction` is 0. Raises an OptionError if the model has no correction."""
@@ -428,12 +427,6 @@ class CellModel(BaseModelClass, metaclass=_Front):
             return self._setup.get("batch_key")
         is_reference = tuning.task == "integration" and tuning.task_options.get("n_reference") is None
         return tuning.task_options["batch_key"] if is_reference else None
-
-    @property
-    def _default_correction(self) -> float:
-        """How strongly embeddings are corrected unless one asks for something else."""
-        tuning = self._spec.tuning
-        return float(self._correction is not None and tuning is not None and tuning.task == "integration")
 
     def _corrected(self, embeddings: np.ndarray, codes: np.ndarray | None, correction: float) -> np.ndarray:
         """Return corrected embeddings of cells with the batches `codes`, or the same without codes."""

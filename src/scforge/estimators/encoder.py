@@ -822,7 +822,8 @@ class Encoder(CellModel):
             return self._corrected(embeddings, None if codes is None else codes[rows], correction)
 
         predictor = Predictor(self.module, self.tokenizer, self.objective, cells, batch_size)
-        return replace(predictor, correct=correct) if self._default_correction else predictor
+        is_fitted = self._correction is not None and not self._is_query
+        return replace(predictor, correct=correct) if is_fitted else predictor
 
     def _over_all_genes(self, source: Any, vocab: GeneVocab | None) -> Cells:
         """Open cells over `vocab` for baselines. If None, uses all genes of an AnnData, or the genes of the model."""
@@ -2190,7 +2191,7 @@ class Encoder(CellModel):
         format: str = "onnx",
         *,
         max_len: int | None = None,
-        correction: float | None = None,
+        correction: float = 0.0,
         overwrite: bool = False,
     ) -> None:
         """Export the cell embedding for use without scforge and, with ONNX, also without PyTorch.
@@ -2211,8 +2212,8 @@ class Encoder(CellModel):
         correction
             How strongly the embedding is corrected for batches, from 0 to 1, see :meth:`get_latent_representation`.
             Above 0, the exported model has one more input, ``batch``: the code of the batch of each cell, int64, shape
-            (cells,), i.e. its position in ``batches`` of ``export.json``, or -1 for any other batch. None as there, 0
-            for ``"transformers"``, which has no correction.
+            (cells,), i.e. its position in ``batches`` of ``export.json``, or -1 for any other batch. Not for
+            ``"transformers"``.
         overwrite
             Whether to replace the model in an existing folder; files that scforge did not write are kept.
 
@@ -2248,7 +2249,6 @@ class Encoder(CellModel):
             return
         from scforge.estimators.export import export_model
 
-        correction = self._default_correction if correction is None else correction
         export_model(self, path, format, max_len=max_len, correction=correction, overwrite=overwrite)
 
     def push_to_hub(

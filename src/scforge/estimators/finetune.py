@@ -29,7 +29,16 @@ from scforge.data.cells import Cells, named_column
 from scforge.data.checks import inherited_batch_key
 from scforge.errors import DataError, ModelFileError, OptionError, ScforgeWarning, listing, warn
 from scforge.estimators.base import CellModel
-from scforge.estimators.serialize import ADAPTER, LABELED, check_sum, load_weights, read_description, sealed
+from scforge.estimators.serialize import (
+    ADAPTER,
+    CORRECTION,
+    LABELED,
+    check_sum,
+    load_weights,
+    part_of,
+    read_description,
+    sealed,
+)
 from scforge.estimators.setup import bare_registry
 from scforge.estimators.spec import FineTuneSpec, check_freeze, named_options
 from scforge.finetuning.adapters import base_state, digest_of, is_adapter, load_base, lora_options, merged
@@ -40,6 +49,7 @@ from scforge.finetuning.supervised import SupervisedTask
 from scforge.models._weights import read_weights
 from scforge.models.components.gene_vectors import check_filled
 from scforge.models.components.latent import batch_vectors
+from scforge.training.correction import BatchCorrection
 from scforge.training.datamodule import CellDataModule
 from scforge.training.options import TrainOptions
 from scforge.training.predict import embed
@@ -316,6 +326,9 @@ def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrit
     }
     if model._labeled is not None:
         state |= {f"{LABELED}{name}": value for name, value in model._labeled.tensors().items()}
+    correction = model._correction
+    if correction is not None:
+        state |= {f"{CORRECTION}{name}": value for name, value in correction.tensors().items()}
     with atomic_folder(dir_path, overwrite=overwrite) as folder:
         if model._seen is not None:
             model._seen.save(folder)
@@ -327,6 +340,7 @@ def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrit
             "seed": model.seed,
             "n_epochs": model.n_epochs_,
             "history": model._history_lists(),
+            **({} if correction is None else {"corrected_batches": correction.batches}),
             "sha256": sha256_of(folder / _WEIGHTS),
             "base": model._base_origin(Path(dir_path)),
             "card": replace(model._card_facts(), base=None).to_json(),
@@ -365,5 +379,7 @@ def load_adapter(cls: Any, base: CellModel, folder: Path, adata: AnnData | None)
     load_weights(model.module, weights, source=str(folder), adapters=True)
     model.module.to(torch.device(base.device)).eval()
     model.is_trained_, model._base = True, base
+    batches = content.get("corrected_batches")
+    model._correction = BatchCorrection.of_tensors(part_of(weights, CORRECTION), batches, source=str(folder))
     model._restore(content, folder, weights)
     return model

@@ -154,7 +154,7 @@ class ScDiVa(Encoder):
         key_added: str | None = AUTO_KEY,
         batch_size: int = 256,
         indices: Sequence[int] | np.ndarray | None = None,
-        correction: float | None = None,
+        correction: float = 0.0,
         return_dist: bool = False,
         uncertainty_key: str | None = _UNCERTAINTY,
         **of_others: Any,
@@ -167,7 +167,7 @@ class ScDiVa(Encoder):
             See :meth:`Encoder.get_latent_representation`.
         return_dist
             Whether to also return the variances, and write `uncertainty_key`. Variances cannot be corrected, so this
-            requires ``correction=0`` or None.
+            requires ``correction=0``.
         uncertainty_key
             With `return_dist`, the obs column for the mean variance of each cell (float32). A value near 1, the
             variance of the prior, means that the cell was uninformative. Use it to compare cells with one model, not to

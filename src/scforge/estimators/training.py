@@ -374,7 +374,14 @@ def _sha256(*parts: Any) -> str:
     return digest.hexdigest()
 
 
+_ADDED = {"alignment": 0.0, "labels_key": None, "labels": None, "labels_weight": 0.02}
+"""Options of the default objective that scforge 0.1.0 does not have, with the values that train as it does."""
+
+
 def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Remove settings that may change when resuming, such as `max_epochs` with a constant learning rate."""
-    is_free = settings.get("schedule") == "constant"
-    return {name: value for name, value in settings.items() if not (is_free and name == "max_epochs")}
+    added = {f"objective.{name}": value for name, value in _ADDED.items()}
+    settings = {name: value for name, value in settings.items() if name not in added or value != added[name]}
+    if settings.get("schedule") == "constant":
+        settings.pop("max_epochs", None)
+    return settings

@@ -44,7 +44,8 @@ class Predictor:
     new
         Cells that the model was not fine-tuned on, if they are predicted differently.
     correct
-        Function that corrects embeddings, shape (N, D), of the cells in some rows for batches by a share of the way.
+        Function that corrects embeddings, shape (N, D), of the cells in some rows for batches by a share of the way;
+        None if the model has no correction.
 
     Examples
     --------
@@ -75,13 +76,10 @@ class Predictor:
         """Return the head outputs for each cell (in `rows`), float32, shape (N, K)."""
         return self._over(lambda module, batch: module(**batch).logits, rows)
 
-    def embedding(self, rows: np.ndarray | None = None, *, correction: float = 1.0) -> np.ndarray:
-        """Return the embedding of each cell (in `rows`), float32, shape (N, D).
-
-        If the model corrects its embedding for batches, it is corrected by the share `correction` of the way.
-        """
+    def embedding(self, rows: np.ndarray | None = None, *, correction: float = 0.0) -> np.ndarray:
+        """Return the embedding of each cell (in `rows`), float32, shape (N, D), corrected for batches by a share."""
         embeddings = self._over(lambda module, batch: module.encode(**batch), rows)
-        if self.correct is None:
+        if self.correct is None or not correction:
             return embeddings
         return self.correct(embeddings, np.arange(len(self.cells)) if rows is None else rows, correction)
 

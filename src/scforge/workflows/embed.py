@@ -454,7 +454,7 @@ def embed_to(
     rank: int | None = None,
     world_size: int | None = None,
     counts: bool = True,
-    correction: float | None = None,
+    correction: float = 0.0,
     overwrite: bool = False,
     progress_bar: bool = True,
     device: str | torch.device = "auto",
@@ -551,7 +551,6 @@ def embed_to(
     try:
         cells = _open(model, source)
         opened = source if isinstance(source, list | tuple) or is_query(source) else model._source(source)
-        correction = model._default_correction if correction is None else correction
         codes = model._codes_to_correct(opened, cells, correction)
         kept = _with_genes(model, source) if counts else None
         plan = {

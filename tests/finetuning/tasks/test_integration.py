@@ -72,22 +72,40 @@ def test_what_is_written(integrated, tmp_path):
     assert embedding.dtype == np.float32
     assert embedding.shape == (240, 4)
     np.testing.assert_array_equal(adata.obsm["X_scforge_integrated"], embedding)
-    np.testing.assert_array_equal(integrated.get_latent_representation(adata, key_added=None), embedding)
+    np.testing.assert_array_equal(integrated.get_latent_representation(adata, key_added=None, correction=1), embedding)
     integrated.save(tmp_path / "model")
     loaded = Encoder.load(tmp_path / "model")
     np.testing.assert_array_equal(loaded.predict(adata), embedding)
-    uncorrected = loaded.predict(adata, correction=0.0)
+    uncorrected = loaded.predict(adata, correction=0)
     assert np.abs(uncorrected - embedding).max() > 1e-3
-    half = loaded.get_latent_representation(adata, key_added=None, correction=0.5)
-    np.testing.assert_allclose(half, (embedding + uncorrected) / 2, atol=1e-5)
+    np.testing.assert_array_equal(loaded.get_latent_representation(adata, key_added=None), uncorrected)
+    np.testing.assert_allclose(loaded.predict(adata, correction=0.5), (embedding + uncorrected) / 2, atol=1e-5)
+
+
+def test_cells_of_new_batches_and_without_batches_are_embedded(integrated):
+    adata = planted()
+    uncorrected = integrated.get_latent_representation(adata, key_added=None)
     adata.obs["batch"] = "new"
     with pytest.warns(ScforgeWarning, match="240 of 240 cells have no batch among those of the training cells"):
         integrated.predict(adata, key_added="mine")
     assert "mine" in adata.obsm
     del adata.obs["batch"]
+    with pytest.warns(ScforgeWarning, match="not corrected for batches: 'batch' is not a column"):
+        np.testing.assert_array_equal(integrated.predict(adata), uncorrected)
     with pytest.raises(OptionError, match="correction requires the batch of each cell"):
-        loaded.predict(adata)
-    np.testing.assert_array_equal(loaded.predict(adata, correction=0), uncorrected)
+        integrated.predict(adata, correction=1)
+
+
+def test_adapters_keep_the_correction_for_the_batches_of_the_task(base, tmp_path):
+    adata = planted()
+    adata.obs["donor"] = np.where(np.arange(240) % 3 == 0, "b0", "b1")  # the names of batches, for other cells
+    tuned = base.finetune("integration", adata, batch_key="donor", lora=True, max_epochs=1, **QUIET)
+    Encoder.setup_anndata(adata, batch_key="batch", labels_key="kind")
+    embedding = tuned.predict(adata)
+    np.testing.assert_array_equal(tuned.get_latent_representation(adata, key_added=None, correction=1), embedding)
+    base.save(tmp_path / "base")
+    tuned.save(tmp_path / "adapter", adapter_only=True)
+    np.testing.assert_array_equal(Encoder.load(tmp_path / "adapter").predict(adata), embedding)
 
 
 def test_training_reconstructs_cells_from_their_neighbors(cells200, tuned, step):
@@ -95,11 +113,24 @@ def test_training_reconstructs_cells_from_their_neighbors(cells200, tuned, step)
     rows = np.arange(40)
     for translation in (0.0, 2.0):
         predictor = tuned("integration", cells200, batch_key="lane", translation=translation, alignment=0)
-        predictor.module.train()
+        module, task = predictor.module, predictor.task
+        for part in module.modules():
+            if isinstance(part, torch.nn.Dropout):
+                part.p = 0.0
+        module.train()
         loss, figures = step(predictor, rows)
-        translated = figures.get("translated", torch.zeros(()))
         assert ("translated" in figures) == (translation > 0)
-        torch.testing.assert_close(loss.detach(), figures["decoder"] + translation * translated)
+        if not translation:
+            torch.testing.assert_close(loss.detach(), figures["decoder"])
+            continue
+        batch = task.prepare(predictor.cells.block(rows), predictor.tokenizer, epoch=0, seed=0)
+        has = batch["has_neighbor"].bool()
+        assert has.any()
+        tokens = {name: batch[name] for name in ("input_ids", "attention_mask", "values")}
+        of_neighbors, counts = module.encode(**tokens)[40:][has], batch["counts"][has]
+        logits = module.head.decode(of_neighbors, batch["batch"][has])[:, -counts.shape[1] :]
+        by_hand = negative_binomial(logits, counts, module.head.log_dispersion[-counts.shape[1] :], None)
+        torch.testing.assert_close(loss, figures["decoder"] + 2.0 * by_hand, rtol=1e-4, atol=1e-5)
 
 
 def test_labels_change_nothing(base):

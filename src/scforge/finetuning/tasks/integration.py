@@ -13,10 +13,10 @@ from scipy import sparse
 from torch import nn
 from torch.nn import functional as F
 
-from scforge._checks import check_count, check_positive
+from scforge._checks import check_count, check_positive, check_share
 from scforge._columns import codes_among, texts_of
 from scforge.data.cells import CellBlock, Cells, CellSource
-from scforge.errors import DataError, OptionError
+from scforge.errors import DataError, OptionError, warn
 from scforge.eval.baselines import embedding_baselines
 from scforge.eval.scib import integration_scores
 from scforge.finetuning.base import (
@@ -205,7 +205,7 @@ class Integration(Task):
 
     The embedding z need not encode variation that the batch explains, but must preserve differences between cells in a
     batch. After training, the correction for batches is fitted on the embedding, as after the training of an
-    :class:`~scforge.models.Encoder`. Held-out cells have no neighbors, and select the best epoch by ``own``.
+    :class:`~scforge.models.Encoder`. Held-out cells have no neighbors; without this term, they select the best epoch.
 
     Parameters
     ----------
@@ -393,9 +393,14 @@ class Integration(Task):
         raise NotImplementedError("call loss(module, batch)")
 
     def predict(  # type: ignore[override]
-        self, predictor: Predictor, adata: AnnData | None, *, key_added: str | None = None, correction: float = 1.0
+        self,
+        predictor: Predictor,
+        adata: AnnData | None,
+        *,
+        key_added: str | None = None,
+        correction: float | None = None,
     ) -> np.ndarray:
-        """Embed cells from any batches, and write the embedding into ``obsm["X_scforge_integrated"]``.
+        """Embed cells, correct the embedding for batches, and write it into ``obsm["X_scforge_integrated"]``.
 
         Parameters
         ----------
@@ -404,22 +409,46 @@ class Integration(Task):
         key_added
             Key in obsm to write instead of ``"X_scforge_integrated"``.
         correction
-            How strongly the embedding is corrected, from 0 (not at all) to 1.
+            How strongly the embedding is corrected, from 0 (not at all) to 1; see
+            :meth:`scforge.models.Encoder.get_latent_representation`. If None, it is 1, or 0 if the model has no
+            correction (a query model, or training that was interrupted) or the cells have no column with batches.
 
         Returns
         -------
-        The embedding, float32, shape (N, D), as from ``get_latent_representation``.
+        The embedding, float32, shape (N, D).
+
+        Raises
+        ------
+        OptionError
+            If `correction` is above 0, but the model has no correction or the cells have no batches.
         """
+        if correction is None:
+            correction = float(predictor.correct is not None and self._has_batches(predictor.cells))
+        elif check_share("correction", correction) and predictor.correct is None:
+            raise OptionError(
+                f"correction={correction}, but the model has no correction: query models and models whose training was "
+                "interrupted have none; pass correction=0."
+            )
         embedding = predictor.embedding(correction=correction)
         if adata is not None:
             adata.obsm[key_added or KEY] = embedding
         return embedding
 
+    def _has_batches(self, cells: Cells) -> bool:
+        """Return whether cells have the column of the batches; warn if not, because they are then not corrected."""
+        try:
+            self._batches(cells.column)
+        except DataError as error:
+            warn(f"The embedding is not corrected for batches: {str(error).rstrip('.')}; add the column.")
+            return False
+        return True
+
     def evaluate(self, context: EvaluationContext) -> Evaluated:
         """Score batch correction and biological conservation, with PCA, Harmony, scVI and the frozen embedding.
 
-        All methods are scored on the same cells. PCA, Harmony and scVI are fitted on the training cells and the scored
-        cells together, which favors them. PCA and scVI could embed new cells, and Symphony does so for Harmony, but
+        The embedding is scored as :meth:`predict` returns it, and all methods are scored on the same cells. PCA,
+        Harmony and scVI are fitted on the training cells and the scored cells together, which favors them. PCA and scVI
+        could embed new cells, and Symphony does so for Harmony, but
         this is not done here. Without labels, biological scores are missing.
 
         The scores are ``bio``, ``batch``, ``total`` and their components; see
@@ -439,7 +468,7 @@ class Integration(Task):
         """
         if self.labels_key is None:
             raise OptionError("labels_key=None, but scoring requires cell types; pass labels_key to finetune.")
-        methods = {"scforge": context.predictor.embedding(context.rows)}
+        methods = {"scforge": context.predictor.embedding(context.rows, correction=1.0)}
         if context.base is not None:
             methods[FROZEN] = context.base.embedding(context.rows)
         elif context.baselines:

@@ -286,8 +286,10 @@ class NeighborDenoising(TellsLabels, SeesViews):
             seen.append(found)
             extra["has_neighbor"] = torch.from_numpy(has)
         if self._labels is not None:
-            rows = [block.rows] if self._pool is None else [block.rows, self._pool.rows[found.rows]]
-            extra["labels"] = torch.from_numpy(self._labels[np.concatenate(rows)])
+            labels = [self._labels[block.rows]]
+            if self._pool is not None:
+                labels.append(np.where(has > 0, self._labels[self._pool.rows[found.rows]], -1))
+            extra["labels"] = torch.from_numpy(np.concatenate(labels))
         views = self._views(seen, tokenizer, epoch=epoch, seed=seed)
         if (batches := self.batches_of(block)) is not None:
             extra["batch"] = batches
