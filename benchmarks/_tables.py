@@ -16,12 +16,12 @@ LOWER_IS_BETTER = ("calibration_error", "cpu_seconds", "wrong_confident")
 
 
 def task_parser(
-    description: str | None, tasks: Iterable[str], *, default: list[str], runs: int
+    description: str | None, tasks: Iterable[str], *, default: list[str], runs: int, option: str = "--tasks"
 ) -> argparse.ArgumentParser:
-    """Return a parser with the options of the benchmarks that measure some runs of each task."""
+    """Return a parser with the options of the benchmarks that measure some runs of each task (or data set)."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default=os.environ.get("SCFORGE_DATA"), help="folder of the data sets")
-    parser.add_argument("--tasks", nargs="+", default=default, choices=list(tasks))
+    parser.add_argument(option, nargs="+", default=default, choices=list(tasks))
     parser.add_argument("--runs", type=int, default=runs)
     parser.add_argument("--first-run", type=int, default=0)
     parser.add_argument("--docs", nargs="+", type=Path, help="pages to write tables into; nothing is measured")

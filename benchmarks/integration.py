@@ -14,7 +14,6 @@ everything fixed. The results go into ``benchmarks/results/integration.csv``, fr
 from __future__ import annotations
 
 import argparse
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import transfer
-from _tables import best_other, difference, keep, means, read, rewrite
+from _tables import best_other, difference, keep, means, read, rewrite, task_parser
 from _transfer_tasks import (
     BATCH,
     LABEL,
@@ -240,18 +239,8 @@ def overview(results: pd.DataFrame, metric: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default=os.environ.get("SCFORGE_DATA"), help="folder with the h5ad files")
-    parser.add_argument("--datasets", nargs="+", default=list(DATASETS), choices=list(DATASETS))
+    parser = task_parser(__doc__, DATASETS, default=list(DATASETS), runs=3, option="--datasets")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--first-run", type=int, default=0)
-    parser.add_argument(
-        "--docs",
-        type=Path,
-        nargs="+",
-        help="rewrite the tables of these pages behind comments '%% integration METRIC' or '%% whole METRIC'",
-    )
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     keys = ["dataset", "run", "method", "metric"]

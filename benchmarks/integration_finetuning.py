@@ -14,7 +14,6 @@ cells and scores are those of ``integration.py``; options may be chosen on ``TUN
 from __future__ import annotations
 
 import argparse
-import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from typing import Any
 import anndata as ad
 import numpy as np
 import pandas as pd
-from _tables import difference, keep, means, read, rewrite
+from _tables import difference, keep, means, read, rewrite, task_parser
 from _transfer_tasks import BATCH
 from integration import DATASETS, TUNING, both, components, halves_drawn, scores
 
@@ -120,20 +119,10 @@ def against_harmony(results: pd.DataFrame) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default=os.environ.get("SCFORGE_DATA"), help="folder with the h5ad files")
-    parser.add_argument("--datasets", nargs="+", default=list(TUNING), choices=list(DATASETS))
+    parser = task_parser(__doc__, DATASETS, default=list(TUNING), runs=2, option="--datasets")
     parser.add_argument("--models", nargs="+", default=list(BASES), choices=list(BASES))
     parser.add_argument("--methods", nargs="+", default=list(FINE_TUNED), choices=list(FINE_TUNED))
     parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--runs", type=int, default=2)
-    parser.add_argument("--first-run", type=int, default=0)
-    parser.add_argument(
-        "--docs",
-        type=Path,
-        nargs="+",
-        help="rewrite the tables behind '%% tuned MODEL_METRIC' and '%% against_harmony'",
-    )
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     if args.docs is not None:

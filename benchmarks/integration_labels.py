@@ -16,7 +16,6 @@ tables::
 from __future__ import annotations
 
 import argparse
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,7 +25,7 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import transfer
-from _tables import keep, means, read, rewrite
+from _tables import keep, means, read, rewrite, task_parser
 from _transfer_tasks import BATCH, LABEL
 from integration import TUNING, scores
 from sklearn.linear_model import LogisticRegression
@@ -128,15 +127,8 @@ def table(results: pd.DataFrame, metric: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default=os.environ.get("SCFORGE_DATA"), help="folder with the h5ad files")
-    parser.add_argument("--datasets", nargs="+", default=list(TUNING), choices=list(TUNING))
+    parser = task_parser(__doc__, TUNING, default=list(TUNING), runs=3, option="--datasets")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--first-run", type=int, default=0)
-    parser.add_argument(
-        "--docs", type=Path, nargs="+", help="rewrite the tables of these pages behind comments '%% with_labels METRIC'"
-    )
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     keys = ["dataset", "run", "method", "metric"]

@@ -10,7 +10,6 @@ on them as in ``integration.py``. The results go into ``benchmarks/results/integ
 from __future__ import annotations
 
 import argparse
-import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from _tables import keep, read, rewrite
+from _tables import keep, read, rewrite, task_parser
 from _transfer_tasks import BATCH
 from integration import TUNING, all_scores, both, components, halves_drawn
 
@@ -97,13 +96,8 @@ def table(results: pd.DataFrame) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default=os.environ.get("SCFORGE_DATA"), help="folder with the h5ad files")
-    parser.add_argument("--datasets", nargs="+", default=list(TUNING), choices=list(TUNING))
+    parser = task_parser(__doc__, TUNING, default=list(TUNING), runs=2, option="--datasets")
     parser.add_argument("--changes", nargs="+", default=list(CHANGES), choices=list(CHANGES))
-    parser.add_argument("--runs", type=int, default=2)
-    parser.add_argument("--first-run", type=int, default=0)
-    parser.add_argument("--docs", type=Path, nargs="+", help="rewrite the table of these pages behind '%% changes'")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     if args.docs is not None:

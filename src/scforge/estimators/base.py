@@ -882,14 +882,13 @@ class CellModel(BaseModelClass, metaclass=_Front):
         model = cls._of_parts(config, vocab, adata=adata, registry=registry, seed=config["seed"], tuning=tuning)
         load_weights(model.module, weights, source=str(dir_path))
         model._landmarks = weights.get(LANDMARKS)
-        batches = config.get("corrected_batches")
-        model._correction = BatchCorrection.of_tensors(part_of(weights, CORRECTION), batches, source=str(dir_path))
         model._restore(config, dir_path, weights)
         if tuning is not None and (of_base := part_of(weights, BASE)):
             parts = replace(model.spec, tuning=None).to_json()
             base = cls._of_parts(parts, vocab, registry=bare_registry(cls.__name__, setup), seed=config["seed"])
             load_weights(base.module, of_base, source=str(dir_path))
             base._landmarks, base.is_trained_, base.n_epochs_ = of_base.get(LANDMARKS), True, tuning.base["n_epochs"]
+            batches = config.get("corrected_batches")
             base._correction = BatchCorrection.of_tensors(part_of(of_base, CORRECTION), batches, source=str(dir_path))
             base._opened = model._opened
             model._base = base
@@ -902,7 +901,9 @@ class CellModel(BaseModelClass, metaclass=_Front):
     def _restore(
         self, content: Mapping[str, Any], folder: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """Restore the training record from the content of a folder of a model or an adapter."""
+        """Restore the correction and the training record from the content of a folder of a model or an adapter."""
+        batches = content.get("corrected_batches")
+        self._correction = BatchCorrection.of_tensors(part_of(tensors, CORRECTION), batches, source=str(folder))
         if labeled := part_of(tensors, LABELED):
             n_classes = len(getattr(self._objective, "classes", None) or ())
             self._labeled = LabeledCells.of_tensors(labeled, n_classes=n_classes, source=str(folder))

@@ -143,7 +143,8 @@ def export_model(
         for batch in batches:
             n_cells = len(batch["input_ids"])
             batch[_BATCH] = torch.arange(n_cells) % (len(fitted.batches) + 1) - 1  # the first is unknown
-    program = _program(model, encoder, names, batches[0], longest, correction)
+    formula = None if fitted is None else fitted.module
+    program = _program(model, encoder, names, batches[0], longest, formula, correction)
     with atomic_folder(path, overwrite=overwrite, argument="path") as folder:
         file = folder / _FILES[format]
         if format == "onnx":
@@ -153,7 +154,12 @@ def export_model(
                 torch.export.save(program, file)
         parity = _parity(model, encoder, names, batches[1:], file, correction)
         model.vocab.save(folder / "vocab.json")
-        content = _description(model, names, batches[0], longest, file, parity, correction)
+        content = _description(model, names, batches[0], longest, file, parity)
+        content |= {
+            "correction": float(correction),
+            # The code of a batch is its position; -1 is any other batch.
+            "batches": None if fitted is None else fitted.batches,
+        }
         (folder / "export.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -192,6 +198,7 @@ def _program(
     names: tuple[str, ...],
     batch: dict[str, torch.Tensor],
     longest: int,
+    formula: nn.Module | None,
     correction: float,
 ) -> Any:
     """Trace the computation for any number of cells, and any number of tokens up to `longest`."""
@@ -204,8 +211,6 @@ def _program(
             part.bag = partial(_plain_bag, part)  # type: ignore[method-assign]
     cells, tokens = torch.export.Dim("cells", min=1), torch.export.Dim("tokens", min=1, max=longest)
     dynamic = {"tensors": tuple({0: cells} if name == _BATCH else {0: cells, 1: tokens} for name in names)}
-    fitted = model._correction_for(correction)
-    formula = None if fitted is None else fitted.module
     try:
         with _without_warnings():
             return torch.export.export(
@@ -300,10 +305,9 @@ def _description(
     longest: int,
     file: Path,
     parity: dict[str, Any],
-    correction: float,
 ) -> dict[str, Any]:
     """Return the metadata that is needed to use the file."""
-    parts, fitted = model.spec.to_json(), model._correction_for(correction)
+    parts = model.spec.to_json()
     dtypes = {name: str(batch[name].dtype).removeprefix("torch.") for name in names}
     shapes = {name: ["cells"] if name == _BATCH else ["cells", "tokens"] for name in names}
     return {
@@ -319,9 +323,6 @@ def _description(
         "inputs": [{"name": name, "dtype": dtypes[name], "shape": shapes[name]} for name in names],
         "outputs": [{"name": _OUTPUT, "dtype": "float32", "shape": ["cells", "dimensions"]}],
         "max_len": longest,
-        "correction": float(correction),
-        # The code of a batch is its position; -1 is any other batch.
-        "batches": None if fitted is None else fitted.batches,
         "parity": parity,
     }
 

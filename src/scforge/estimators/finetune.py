@@ -35,7 +35,6 @@ from scforge.estimators.serialize import (
     LABELED,
     check_sum,
     load_weights,
-    part_of,
     read_description,
     sealed,
 )
@@ -49,7 +48,6 @@ from scforge.finetuning.supervised import SupervisedTask
 from scforge.models._weights import read_weights
 from scforge.models.components.gene_vectors import check_filled
 from scforge.models.components.latent import batch_vectors
-from scforge.training.correction import BatchCorrection
 from scforge.training.datamodule import CellDataModule
 from scforge.training.options import TrainOptions
 from scforge.training.predict import embed
@@ -379,7 +377,5 @@ def load_adapter(cls: Any, base: CellModel, folder: Path, adata: AnnData | None)
     load_weights(model.module, weights, source=str(folder), adapters=True)
     model.module.to(torch.device(base.device)).eval()
     model.is_trained_, model._base = True, base
-    batches = content.get("corrected_batches")
-    model._correction = BatchCorrection.of_tensors(part_of(weights, CORRECTION), batches, source=str(folder))
     model._restore(content, folder, weights)
     return model

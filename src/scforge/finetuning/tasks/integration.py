@@ -33,10 +33,10 @@ from scforge.finetuning.base import (
 )
 from scforge.finetuning.labels import check_names
 from scforge.models.components.sigreg import SIGReg
-from scforge.tokenizers.base import Tokenizer, concatenate, pad
+from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives._alignment import N_SLICES, align
 from scforge.training.objectives._neighbors import NeighborPool, check_temperature
-from scforge.training.objectives._views import downsample_counts
+from scforge.training.objectives._views import tokenized_views
 from scforge.training.objectives.base import TrainingDefaults
 
 _NOTHING = -30.0
@@ -343,16 +343,13 @@ class Integration(Task):
             neighbors, has_neighbor = self._pool.neighbors(block, epoch=epoch, seed=seed)
             blocks.append(neighbors)
             extra["has_neighbor"] = torch.from_numpy(has_neighbor)
-        views = [
-            downsample_counts(part, keep=_KEEP, gene_dropout=_GENE_DROPOUT, seed=seed, epoch=epoch, view=view)
-            for view, part in enumerate(blocks)
-        ]
-        tokens = pad(concatenate([tokenizer.ragged(view) for view in views]))
-        rows = np.concatenate([view.rows for view in views])
+        how = {"epoch": epoch, "seed": seed}
+        tokens = tokenized_views(blocks, tokenizer, keep=_KEEP, gene_dropout=_GENE_DROPOUT, **how)
+        rows = np.concatenate([part.rows for part in blocks])
         counts = np.zeros((len(block), tokenizer.vocab.n_genes), dtype=np.float32)
         counts[np.repeat(np.arange(len(block)), np.diff(block.indptr)), block.genes] = block.counts
         return {
-            **self.arrange(tokens, tokenizer, rows, epoch=epoch, seed=seed),
+            **self.arrange(tokens, tokenizer, rows, **how),
             "counts": torch.from_numpy(counts),
             "batch": torch.from_numpy(self._codes[block.rows]),
             **extra,

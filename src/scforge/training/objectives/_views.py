@@ -148,6 +148,25 @@ def downsample_counts(
     return replace(block, indptr=indptr, genes=genes, counts=counts, totals=totals, draw=(block.draw << 16) + view)
 
 
+def tokenized_views(
+    blocks: Sequence[CellBlock],
+    tokenizer: Tokenizer,
+    *,
+    keep: tuple[float, float],
+    gene_dropout: tuple[float, float],
+    epoch: int,
+    seed: int,
+) -> TokenBatch:
+    """Tokenize one view of each block, block after block; each position uses separate random numbers."""
+    parts = [
+        tokenizer.ragged(
+            downsample_counts(block, keep=keep, gene_dropout=gene_dropout, seed=seed, epoch=epoch, view=view)
+        )
+        for view, block in enumerate(blocks)
+    ]
+    return pad(concatenate(parts))
+
+
 def downsampled(block: CellBlock, share: Sequence[float] | None, *, epoch: int, seed: int) -> CellBlock:
     """Return cells with a fraction of their counts, sampled log-uniformly in a range. If None, keeps all counts."""
     if share is None:
@@ -182,15 +201,9 @@ class SeesViews(Objective):
             )
 
     def _views(self, blocks: Sequence[CellBlock], tokenizer: Tokenizer, *, epoch: int, seed: int) -> TokenBatch:
-        """Tokenize one view of each block; each position uses separate random numbers."""
+        """Tokenize one view of each block."""
         keep, dropout = (self.keep_min, self.keep_max), (0.0, self.gene_dropout)
-        parts = [
-            tokenizer.ragged(
-                downsample_counts(block, keep=keep, gene_dropout=dropout, seed=seed, epoch=epoch, view=view)
-            )
-            for view, block in enumerate(blocks)
-        ]
-        return pad(concatenate(parts))
+        return tokenized_views(blocks, tokenizer, keep=keep, gene_dropout=dropout, epoch=epoch, seed=seed)
 
 
 _COVARIANCE, _DIRECTION, _CELLS = "geometry_covariance", "geometry_direction", "geometry_cells"
