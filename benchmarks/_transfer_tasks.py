@@ -18,7 +18,7 @@ from scipy import sparse
 
 from scforge.datasets import load
 
-LABEL, BATCH = "label", "batch"
+LABEL, BATCH, UNLABELED = "label", "batch", "unlabeled"
 SHARE = 0.8
 KANG_TO_PBMC = {
     "CD4 T cells": "CD4 T",
@@ -286,3 +286,12 @@ GROUPS = {"tuning": list(TUNING), "test": list(TEST)}
 def in_groups(names: list[str]) -> list[str]:
     """Return names of tasks, in which names of groups are replaced by their tasks."""
     return [task for name in names for task in GROUPS.get(name, [name])]
+
+
+def with_hidden_labels(cells: ad.AnnData, seed: int) -> tuple[ad.AnnData, np.ndarray]:
+    """Return the cells without the labels of half of the cells of each type, and which cells these are."""
+    order = pd.Series(np.random.default_rng(seed).random(cells.n_obs)).groupby(cells.obs[LABEL].to_numpy())
+    is_hidden = (order.rank() > np.ceil(order.transform("size") / 2)).to_numpy()
+    told = cells.copy()
+    told.obs[LABEL] = cells.obs[LABEL].astype(str).mask(is_hidden, UNLABELED).astype("category")
+    return told, is_hidden

@@ -2,9 +2,9 @@
 
 Every method is fitted without labels on the same 80 % of the cells, drawn for each run, with the seed of the run. The
 scores are scib-metrics' on up to 3,000 of these cells: `total` is 0.6 `bio` + 0.4 `batch`, and `total_without_leiden`
-leaves out NMI and ARI of Leiden clusters. Methods are those of ``transfer.py``, but scVI stops early. Hyper-parameters
-may be chosen on the data sets in ``TUNING`` only; those in ``TEST`` are and stay tests, and are run once, with
-everything fixed. The results go into ``benchmarks/results/integration.csv``, from which ``--docs`` makes tables::
+leaves out NMI and ARI of Leiden clusters. Methods are those of ``transfer.py``, but scVI stops early; scANVI alone is
+told labels. Hyper-parameters may be chosen on the data sets in ``TUNING`` only; those in ``TEST`` are and stay tests,
+and are run once, with everything fixed. The results go into ``benchmarks/results/integration.csv``, from which ``--docs`` makes tables::
 
     python benchmarks/integration.py --data FOLDER --runs 3
     python benchmarks/integration.py --datasets protocols --methods scforge Harmony --runs 2
@@ -39,6 +39,7 @@ from _transfer_tasks import (
     simulated_donors,
     study,
     with_donor_effects,
+    with_hidden_labels,
 )
 from transfer import trained_once
 
@@ -148,8 +149,13 @@ def components(pair: Pair, seed: int, *, scale: bool) -> tuple[np.ndarray, np.nd
     return transfer.halves(found, pair)
 
 
-def scvi(pair: Pair, seed: int, *, tuned: bool) -> tuple[np.ndarray, np.ndarray]:
-    _, model = transfer.scvi_of_reference((both(pair), pair[1]), seed, tuned=tuned, early_stopping=True)
+def scvi(pair: Pair, seed: int, *, tuned: bool, learns_labels: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """scVI, or scANVI that starts from it and is told the labels of half of the cells; these are scored as well."""
+    told, _ = with_hidden_labels(both(pair), seed)
+    train = partial(transfer.scvi_of_reference, (told, told), seed, tuned=tuned, early_stopping=True)
+    _, model = trained_once(pair, train, f"scvi {tuned}")
+    if learns_labels:
+        model = transfer.scanvi_of_all(model, seed)
     return transfer.halves(model.get_latent_representation(), pair)
 
 
@@ -181,6 +187,7 @@ METHODS: dict[str, Callable[[Pair, int], tuple[np.ndarray, np.ndarray]]] = {
     "Harmony, scaled genes": partial(transfer.harmony, scale=True),
     "scVI": partial(scvi, tuned=False),
     "scVI, larger": partial(scvi, tuned=True),
+    "scANVI, half of the labels": partial(scvi, tuned=True, learns_labels=True),
     "CONCORD": partial(transfer.concord, both=True),
 }
 

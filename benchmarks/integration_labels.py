@@ -26,8 +26,8 @@ import numpy as np
 import pandas as pd
 import transfer
 from _tables import keep, means, read, rewrite, task_parser
-from _transfer_tasks import BATCH, LABEL
-from integration import TUNING, scores
+from _transfer_tasks import BATCH, LABEL, UNLABELED, with_hidden_labels
+from integration import DATASETS, TUNING, scores
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score
 from sklearn.neighbors import KNeighborsClassifier
@@ -37,16 +37,6 @@ from sklearn.preprocessing import StandardScaler
 from scforge.models import Encoder
 
 RESULTS = Path(__file__).parent / "results" / "integration_labels.csv"
-HIDDEN = "unlabeled"
-
-
-def with_hidden_labels(cells: ad.AnnData, seed: int) -> tuple[ad.AnnData, np.ndarray]:
-    """Return the cells without the labels of half of the cells of each type, and which cells these are."""
-    order = pd.Series(np.random.default_rng(seed).random(cells.n_obs)).groupby(cells.obs[LABEL].to_numpy())
-    is_hidden = (order.rank() > np.ceil(order.transform("size") / 2)).to_numpy()
-    told = cells.copy()
-    told.obs[LABEL] = cells.obs[LABEL].astype(str).mask(is_hidden, HIDDEN).astype("category")
-    return told, is_hidden
 
 
 def scforge(told: ad.AnnData, seed: int, *, correction: float, **options: object) -> np.ndarray:
@@ -64,20 +54,16 @@ def trained(cells: ad.AnnData, seed: int, options: dict[str, object]) -> Encoder
 
 def scvi(told: ad.AnnData, seed: int, *, learns_labels: bool) -> np.ndarray:
     """scVI of all cells, or scANVI that starts from it."""
-    import scvi as tools
-
     _, model = transfer.trained_once(
         told, lambda: transfer.scvi_of_reference((told, told), seed, tuned=True, early_stopping=True), "scvi"
     )
     if learns_labels:
-        tools.settings.seed = seed
-        model = tools.model.SCANVI.from_scvi_model(model, unlabeled_category=HIDDEN)
-        model.train(enable_progress_bar=False, accelerator="cpu", max_epochs=20, n_samples_per_label=100)
+        model = transfer.scanvi_of_all(model, seed)
     return model.get_latent_representation()
 
 
 def scpoli(told: ad.AnnData, seed: int) -> np.ndarray:
-    is_labeled = (told.obs[LABEL] != HIDDEN).to_numpy()
+    is_labeled = (told.obs[LABEL] != UNLABELED).to_numpy()
     cells, model = transfer.scpoli_of_reference(told[:, transfer.variable(told)], is_labeled, seed)
     model.model.eval()
     return model.get_latent(cells, mean=True)
@@ -106,7 +92,7 @@ def predicted(embedding: np.ndarray, labels: np.ndarray, is_hidden: np.ndarray) 
 
 def measured(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     for dataset in args.datasets:
-        cells = TUNING[dataset](args.data)
+        cells = DATASETS[dataset](args.data)
         cells.obs_names_make_unique()
         before, _ = transfer.components((cells, cells), 0, scale=False)
         labels = cells.obs[LABEL].astype(str).to_numpy()
@@ -123,11 +109,11 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 def table(results: pd.DataFrame, metric: str) -> str:
     """Return means over runs as Markdown, one row per method and one column per data set."""
-    return means(results, metric, "dataset", TUNING, METHODS)
+    return means(results, metric, "dataset", DATASETS, METHODS)
 
 
 def main() -> None:
-    parser = task_parser(__doc__, TUNING, default=list(TUNING), runs=3, option="--datasets")
+    parser = task_parser(__doc__, DATASETS, default=list(TUNING), runs=3, option="--datasets")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     args = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -35,7 +35,7 @@ import numpy as np
 import pandas as pd
 import scanpy as sc
 from _tables import best_other, difference, keep, means, read, rewrite
-from _transfer_tasks import BATCH, LABEL, TEST, TUNING, Pair, donors, drawn
+from _transfer_tasks import BATCH, LABEL, TEST, TUNING, UNLABELED, Pair, donors, drawn
 from scipy import sparse
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score, roc_auc_score
@@ -154,12 +154,22 @@ def scanvi_of_query(query: ad.AnnData, model: Any, seed: int, *, max_epochs: int
 
     query = query.copy()
     tools.settings.seed = seed
-    model = tools.model.SCANVI.from_scvi_model(model, unlabeled_category="unlabeled")
+    model = tools.model.SCANVI.from_scvi_model(model, unlabeled_category=UNLABELED)
     model.train(enable_progress_bar=False, accelerator="cpu", max_epochs=max_epochs)
-    query.obs[LABEL] = "unlabeled"
+    query.obs[LABEL] = UNLABELED
     mapped = tools.model.SCANVI.load_query_data(query, model)
     mapped.is_trained = True  # nothing is learned of the query
     return mapped
+
+
+def scanvi_of_all(model: Any, seed: int) -> Any:
+    """Return scANVI trained further from a scVI model on all cells and on the labels that they have."""
+    import scvi as tools
+
+    tools.settings.seed = seed
+    model = tools.model.SCANVI.from_scvi_model(model, unlabeled_category=UNLABELED)
+    model.train(enable_progress_bar=False, accelerator="cpu", max_epochs=20, n_samples_per_label=100)
+    return model
 
 
 def scpoli(pair: Pair, seed: int) -> tuple[np.ndarray, np.ndarray]:
