@@ -38,6 +38,7 @@ from scforge.data.checks import (
     inherited_batch_key,
     warn_if_transposed,
 )
+from scforge.data.genes import map_names
 from scforge.data.readers import check_modality, is_collection
 from scforge.data.sources import open_cells
 from scforge.data.store import StoreCells
@@ -53,7 +54,16 @@ from scforge.errors import (
     warn,
 )
 from scforge.estimators.card import CardFacts, Origin, in_epochs, model_card, shown
-from scforge.estimators.serialize import BASE, CORRECTION, LABELED, LANDMARKS, load_weights, part_of, write_folder
+from scforge.estimators.serialize import (
+    BASE,
+    CORRECTION,
+    LABELED,
+    LANDMARKS,
+    StoredModel,
+    load_weights,
+    part_of,
+    write_folder,
+)
 from scforge.estimators.setup import (
     LAST,
     GeneField,
@@ -65,13 +75,13 @@ from scforge.estimators.setup import (
     datamodule_registry,
     shared,
 )
-from scforge.estimators.spec import FineTuneSpec, ModelSpec, defaults_for
+from scforge.estimators.spec import ModelSpec, defaults_for
 from scforge.finetuning.base import TASKS, Task
 from scforge.finetuning.heads import FineTunedModule
 from scforge.finetuning.held_out import HeldOutRegistry
 from scforge.finetuning.new_cells import LabeledCells
 from scforge.hub.finding import origin_of
-from scforge.models._utils import count_parameters
+from scforge.models._utils import count_parameters, undrawn
 from scforge.models.components.gene_vectors import check_filled
 from scforge.models.registry import MODELS
 from scforge.tokenizers.base import TOKENIZERS, Tokenizer
@@ -854,16 +864,15 @@ class CellModel(BaseModelClass, metaclass=_Front):
     def _of_folder(
         cls,
         dir_path: str | os.PathLike[str],
-        config: Mapping[str, Any],
-        vocab: GeneVocab,
-        weights: dict[str, torch.Tensor],
+        stored: StoredModel,
         *,
         adata: AnnData | None,
         device: str | torch.device,
     ) -> Any:
         """Create a model from the content of a folder."""
+        config, spec, weights, is_checked = stored
         made_by = config["class"]
-        found = class_in_place_of(cls, made_by, config["architecture"]["name"])
+        found = class_in_place_of(cls, made_by, spec.architecture)
         if found is None:
             what = f"dir_path={str(dir_path)!r} contains a model of the class {made_by!r}"
             raise ModelFileError(f"{what}; load it with scforge.models.{made_by}.load.")
@@ -878,16 +887,17 @@ class CellModel(BaseModelClass, metaclass=_Front):
                 own["batch_key"] = inherited_batch_key(adata.obs, setup["batch_key"])
                 own["labels_key"] = setup["labels_key"] if setup["labels_key"] in adata.obs else None
                 cls.setup_anndata(adata, **own)
-        tuning = None if config.get("tuning") is None else FineTuneSpec.from_json(config["tuning"])
-        model = cls._of_parts(config, vocab, adata=adata, registry=registry, seed=config["seed"], tuning=tuning)
-        load_weights(model.module, weights, source=str(dir_path))
+        with undrawn():
+            model = cls._of_spec(spec, adata=adata, registry=registry, seed=config["seed"])
+        load_weights(model.module, weights, source=str(dir_path), known_finite=is_checked)
         model._landmarks = weights.get(LANDMARKS)
         model._restore(config, dir_path, weights)
-        if tuning is not None and (of_base := part_of(weights, BASE)):
-            parts = replace(model.spec, tuning=None).to_json()
-            base = cls._of_parts(parts, vocab, registry=bare_registry(cls.__name__, setup), seed=config["seed"])
+        if spec.tuning is not None and (of_base := part_of(weights, BASE)):
+            registry = bare_registry(cls.__name__, setup)
+            base = cls._of_spec(replace(spec, tuning=None), registry=registry, seed=config["seed"])
             load_weights(base.module, of_base, source=str(dir_path))
-            base._landmarks, base.is_trained_, base.n_epochs_ = of_base.get(LANDMARKS), True, tuning.base["n_epochs"]
+            base._landmarks, base.is_trained_ = of_base.get(LANDMARKS), True
+            base.n_epochs_ = spec.tuning.base["n_epochs"]
             batches = config.get("corrected_batches")
             base._correction = BatchCorrection.of_tensors(part_of(of_base, CORRECTION), batches, source=str(dir_path))
             base._opened = model._opened
@@ -917,12 +927,31 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return {name: frame[name].tolist() for name, frame in self.history_.items()}
 
     @classmethod
-    def _of_parts(cls, parts: Mapping[str, Any], vocab: GeneVocab, **options: Any) -> Any:
-        """Create a model with random weights from the output of :meth:`ModelSpec.to_json`."""
-        architecture = dict(parts["architecture"])
-        names = architecture.pop("name"), parts["tokenizer"], parts["objective"]
-        adata = options.pop("adata", None)
-        return cls(adata, *names, vocab=vocab, n_top_genes=0, **options, **architecture)
+    def _of_spec(
+        cls,
+        spec: ModelSpec,
+        *,
+        seed: int,
+        adata: AnnData | None = None,
+        registry: dict[str, Any] | None = None,
+        datamodule: CellDataModule | None = None,
+    ) -> Self:
+        """Create a model with random weights from a complete specification, without choosing genes or defaults."""
+        model = cls.__new__(cls)
+        CellModel.__init__(model, adata, registry=registry, datamodule=datamodule)
+        if model.adata is not None:  # raises an error if it has too few genes of the model
+            key = model._setup["gene_key"]
+            map_names(gene_names(model.adata, key), spec.vocab, var=model.adata.var, gene_key=key)
+        model._assemble(spec, seed)
+        return model
+
+    def _assemble(self, spec: ModelSpec, seed: int, gene_vectors: np.ndarray | None = None) -> None:
+        """Create the tokenizer, the objective and the module."""
+        self.seed, self._spec = seed, spec
+        self._tokenizer, self._objective = spec.build_tokenizer(), spec.build_objective()
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed CUDA devices too
+            self.module = spec.build_module(gene_vectors).eval()
 
     @classmethod
     def setup_mudata(

@@ -45,12 +45,12 @@ from scforge.estimators.generate import generate_with
 from scforge.estimators.hub import load_found, push_model
 from scforge.estimators.interpret import Source
 from scforge.estimators.serialize import (
-    expected_of,
     load_weights,
     read_adata,
     read_folder,
     read_saved_reference,
     shapes_of,
+    spec_of_checkpoint,
 )
 from scforge.estimators.setup import bare_registry, class_of_architecture, device_of
 from scforge.estimators.spec import (
@@ -81,7 +81,7 @@ from scforge.insilico.attention import attention_between_genes
 from scforge.insilico.gene_embeddings import contextual_gene_embeddings, input_gene_embeddings
 from scforge.insilico.imputation import knows_zeros, predict_counted, predict_uncounted
 from scforge.insilico.screening import Perturbation, centroid, screen, strata_of, with_rates
-from scforge.models._utils import evaluating
+from scforge.models._utils import evaluating, undrawn
 from scforge.models.components.gene_vectors import check_filled
 from scforge.tokenizers.base import TOKENIZERS
 from scforge.training.checkpoint import SavingError
@@ -138,8 +138,6 @@ class Encoder(CellModel):
     datamodule
         A :class:`scforge.training.CellDataModule`, used instead of `adata` to train on cells on disk. Its vocabulary is
         the default, and genes are chosen from a sample of 100,000 training cells.
-    tuning
-        Task of a fine-tuned model; used by :meth:`finetune` and :meth:`load`.
     **options
         Options of the architecture, e.g. ``hidden_dim``.
 
@@ -174,15 +172,13 @@ class Encoder(CellModel):
         seed: int = 0,
         registry: dict[str, Any] | None = None,
         datamodule: CellDataModule | None = None,
-        tuning: FineTuneSpec | None = None,
         **options: Any,
     ) -> None:
         super().__init__(adata, registry=registry, datamodule=datamodule)
-        self.seed = check_seed(seed)
+        seed = check_seed(seed)
         defaults = defaults_for(architecture, options)
         names = named_options("tokenizer", tokenizer, defaults.tokenizer)
-        is_chosen = n_top_genes is None  # not for a model that is loaded
-        leaves_out = False
+        leaves_out, is_chosen = False, n_top_genes is None
         if n_top_genes is None:
             n_top_genes = n_top_genes_of(vocab, defaults.n_top_genes)
         wanted: dict[str, Any] = {
@@ -207,12 +203,7 @@ class Encoder(CellModel):
             objective=self._with_found_options(*named_options("objective", objective, defaults.objective)),
             options=options,
         )
-        self._spec = replace(spec, tuning=tuning)
-        self._tokenizer, self._objective = self._spec.build_tokenizer(), self._spec.build_objective()
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(self.seed)  # torch.manual_seed would seed CUDA devices too
-            self.module = self._spec.build_module(vectors).eval()
-        self.init_params_ = self._get_init_params(locals())
+        self._assemble(spec, seed, vectors)
 
     def train(
         self,
@@ -2128,10 +2119,10 @@ class Encoder(CellModel):
         """Load the model in a folder."""
 
         def read(place: Path) -> Any:
-            config, vocab, weights = read_folder(place)
-            cells = read_adata(place, config) if adata is None else None if adata is False else adata
-            model = cls._of_folder(place, config, vocab, weights, adata=cells, device=device)
-            model._reference = read_saved_reference(place, config, vocab)
+            stored = read_folder(place)
+            cells = read_adata(place, stored.content) if adata is None else None if adata is False else adata
+            model = cls._of_folder(place, stored, adata=cells, device=device)
+            model._reference = read_saved_reference(place, stored.content, stored.spec.vocab)
             return model
 
         return read_settled(folder, read)
@@ -2159,8 +2150,8 @@ class Encoder(CellModel):
         >>> registry["model_name"], registry["setup_args"]["labels_key"]
         ('Encoder', 'cell_type')
         """
-        config, _, _ = read_folder(dir_path)
-        return bare_registry(config["class"], config["setup"])
+        content = read_folder(dir_path).content
+        return bare_registry(content["class"], content["setup"])
 
     @staticmethod
     def view_setup_args(dir_path: str | os.PathLike[str]) -> None:
@@ -2412,11 +2403,11 @@ class Encoder(CellModel):
             registry = bare_registry(kind.__name__, setup)
         elif kind._setup_of(adata) is None:
             kind.setup_anndata(adata)
-        parts = {"architecture": found.architecture, "tokenizer": found.tokenizer, "objective": found.objective}
         # Before memory is taken for a module of the size that a config claims.
-        expected = expected_of(found)
+        spec, expected = spec_of_checkpoint(found)
         weights = None if expected is None else found.weights(expected)
-        model = kind._of_parts(parts, found.vocab, adata=adata, registry=registry, seed=0)
+        with undrawn():
+            model = kind._of_spec(spec, adata=adata, registry=registry, seed=0)
         if weights is None:
             weights = found.weights(shapes_of(model.module))
         load_weights(model.module, weights, source=found.source)

@@ -142,10 +142,9 @@ def finetune(
         data["datamodule"] = CellDataModule(
             cells, train_rows=split.train, validation_rows=split.validation, seed=seed, **given
         )
-    parts = replace(model.spec, tuning=None).to_json()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScforgeWarning)  # about genes, as issued when the cells were opened above
-        tuned = type(model)._of_parts(parts, model.vocab, seed=seed, tuning=tuning, **data)
+        tuned = type(model)._of_spec(replace(model.spec, tuning=tuning), seed=seed, **data)
     if registered is not None and all(registered[key] in (None, *source.obs) for key in ("batch_key", "labels_key")):
         # The next fine-tuning uses the columns of setup_anndata, not those of this one.
         register(type(model), source, registered)
@@ -250,10 +249,8 @@ def with_room(reference: CellModel, found: dict[str, Any]) -> CellModel:
     spec, own = reference.spec, merged(reference._backbone)
     sizes = {**spec.model_options, "n_batches": len(found["batches"])}
     objective = {**spec.objective_options, **found}
-    parts = replace(spec, tuning=None, model_options=sizes, objective_options=objective).to_json()
-    model: CellModel = type(reference)._of_parts(
-        parts, reference.vocab, seed=reference.seed, registry=reference.registry_
-    )
+    roomy = replace(spec, tuning=None, model_options=sizes, objective_options=objective)
+    model = type(reference)._of_spec(roomy, seed=reference.seed, registry=reference.registry_)
     vectors = batch_vectors(own)
     if vectors is None:
         nn.init.zeros_(batch_vectors(model.module))  # as if there were none
@@ -365,13 +362,11 @@ def load_adapter(cls: Any, base: CellModel, folder: Path, adata: AnnData | None)
         adata = set_up(base, adata, base._setup, *keys)
     # The same memory, but separate parameters, which can be frozen or moved to another device.
     shared = {id(p): nn.Parameter(p.data, requires_grad=False) for p in encoder.parameters()}
-    model: CellModel = cls._of_parts(
-        replace(base.spec, tuning=None).to_json(),
-        base.vocab,
+    model: CellModel = cls._of_spec(
+        replace(base.spec, tuning=replace(tuning, backbone=copy.deepcopy(encoder, shared))),
         adata=adata,
         registry=bare_registry(cls.__name__, dict(base._setup)) if adata is None else None,
         seed=content["seed"],
-        tuning=replace(tuning, backbone=copy.deepcopy(encoder, shared)),
     )
     model._spec = replace(model._spec, tuning=tuning)  # another module of this description is a new one
     load_weights(model.module, weights, source=str(folder), adapters=True)

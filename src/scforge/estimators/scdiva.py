@@ -144,7 +144,7 @@ class ScDiVa(Encoder):
     ) -> None:
         if architecture not in (None, _ARCHITECTURE):
             raise OptionError(f"architecture={architecture!r} does not work with ScDiVa; omit it, or use Encoder.")
-        self._supervised = check_bool("supervised", supervised)
+        self._supervised = check_bool("supervised", supervised)  # read when the objective is created
         super().__init__(adata, _ARCHITECTURE, tokenizer, objective, **options)
 
     def get_latent_representation(  # type: ignore[override]  # a pair with return_dist

@@ -6,9 +6,8 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -22,7 +21,7 @@ from scforge.data.readers import write_h5ad
 from scforge.data.sources import read_h5ad
 from scforge.data.vocab import GeneVocab
 from scforge.errors import MissingFileError, ModelFileError, ScforgeError, first_line, listing, warn
-from scforge.estimators.spec import FineTuneSpec, ModelSpec, defaults_for, named_options
+from scforge.estimators.spec import ModelSpec
 from scforge.finetuning.adapters import is_adapter
 from scforge.finetuning.held_out import HeldOutRegistry
 from scforge.finetuning.reference import read_reference, write_reference
@@ -141,28 +140,19 @@ def _decoded(value: Any) -> Any:
 type Shapes = Mapping[str, tuple[int, ...]]
 
 
-def _on_meta(
-    architecture: Mapping[str, Any],
-    tokenizer: Mapping[str, Any],
-    objective: Mapping[str, Any],
-    vocab: GeneVocab,
-    tuning: FineTuneSpec | None,
-    prefix: str,
-) -> nn.Module | None:
-    """Return a module on the meta device, or None if its constructor computes with weights."""
-    (name, options), *parts = (named_options("", dict(part), "") for part in (architecture, tokenizer, objective))
+def _read_spec(content: Mapping[str, Any], vocab: GeneVocab, prefix: str) -> tuple[ModelSpec, nn.Module | None]:
+    """Return a specification and its module on the meta device, or None if the constructor computes with weights."""
+    spec = None
     try:
-        defaults = defaults_for(name, options)
-        spec, _ = ModelSpec.resolve(defaults, vocab, tokenizer=parts[0], objective=parts[1], options=options)
-        spec = replace(spec, tuning=tuning)
+        spec = ModelSpec.from_json(content, vocab)
         spec.build_objective()
         with torch.random.fork_rng(devices=[]), without_weights():
-            return spec.build_module()
+            return spec, spec.build_module()
     except ScforgeError:
         raise
     except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, RuntimeError) and "meta" in str(error):
-            return None
+        if spec is not None and isinstance(error, RuntimeError) and "meta" in str(error):
+            return spec, None
         raise ModelFileError(f"{prefix} describes a model that cannot be created: {first_line(error)}.") from error
 
 
@@ -171,17 +161,17 @@ def shapes_of(module: nn.Module) -> Shapes:
     return {name: tuple(value.shape) for name, value in module.state_dict().items()}
 
 
-def expected_of(found: Foreign) -> Shapes | None:
-    """Return the weight shapes that a checkpoint's config determines, or None if they depend on the weights.
+def spec_of_checkpoint(checkpoint: Foreign) -> tuple[ModelSpec, Shapes | None]:
+    """Return the specification of a checkpoint, and its weight shapes, or None if they depend on the weights.
 
     Raises
     ------
     ModelFileError, OptionError
         If the config describes a model that cannot be created.
     """
-    parts = (found.architecture, found.tokenizer, found.objective)
-    module = _on_meta(*parts, found.vocab, None, f"the config of {found.source!r}")
-    return None if module is None else shapes_of(module)
+    parts = {name: getattr(checkpoint, name) for name in ("architecture", "tokenizer", "objective")}
+    spec, module = _read_spec(parts, checkpoint.vocab, f"the config of {checkpoint.source!r}")
+    return spec, None if module is None else shapes_of(module)
 
 
 def part_of(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
@@ -190,7 +180,13 @@ def part_of(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch
 
 
 def load_weights(
-    module: nn.Module, weights: dict[str, torch.Tensor], *, source: str, adapters: bool = False, assign: bool = False
+    module: nn.Module,
+    weights: dict[str, torch.Tensor],
+    *,
+    source: str,
+    adapters: bool = False,
+    assign: bool = False,
+    known_finite: bool = False,
 ) -> None:
     """Load weights strictly. Raises an error that names any mismatch.
 
@@ -204,6 +200,8 @@ def load_weights(
         Whether the weights contain only adapters and the head.
     assign
         Whether to replace the weight tensors of the module instead of copying into them, e.g. on the meta device.
+    known_finite
+        Whether the weights were checked before.
 
     Raises
     ------
@@ -211,7 +209,8 @@ def load_weights(
         If names or shapes differ, or a weight is NaN or infinite.
     """
     weights = {name: value for name, value in weights.items() if not name.startswith(_OWN)}
-    refuse_not_finite(weights, module, source=source)
+    if not known_finite:
+        refuse_not_finite(weights, module, source=source)
     try:
         missing, unknown = module.load_state_dict(weights, strict=False, assign=assign)
     except RuntimeError as error:
@@ -282,8 +281,18 @@ def write_folder(
             extra(folder)
 
 
-def read_folder(path: str | os.PathLike[str]) -> tuple[dict[str, Any], GeneVocab, dict[str, torch.Tensor]]:
-    """Return the description, vocabulary and weights in a model folder.
+class StoredModel(NamedTuple):
+    """The content of a model folder, see :func:`read_folder`."""
+
+    content: dict[str, Any]
+    spec: ModelSpec
+    weights: dict[str, torch.Tensor]
+    is_checked: bool
+    """Whether the weights are known to be finite and to match the specification; False if this needs a module."""
+
+
+def read_folder(path: str | os.PathLike[str]) -> StoredModel:
+    """Return the description, specification and weights in a model folder.
 
     No code in the folder is executed. Description, vocabulary and weights are checked for consistency.
 
@@ -325,7 +334,7 @@ def read_saved_reference(folder: Path, config: Mapping[str, Any], vocab: GeneVoc
     return read_reference(file, vocab)
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], GeneVocab, dict[str, torch.Tensor]]:
+def _read(folder: Path) -> StoredModel:
     if not folder.is_dir():
         what = "is a file, not a model folder" if folder.is_file() else "does not exist"
         raise MissingFileError(f"dir_path={str(folder)!r} {what}; pass a folder written by model.save().")
@@ -335,17 +344,15 @@ def _read(folder: Path) -> tuple[dict[str, Any], GeneVocab, dict[str, torch.Tens
         raise ModelFileError(
             f"the model folder {str(folder)!r} does not contain {listing(missing)}{there}; save the model again."
         )
-    config = read_description(MODEL, folder / _CONFIG)
+    content = read_description(MODEL, folder / _CONFIG)
     weights = read_weights(folder / _WEIGHTS)
     for name in (_VOCAB, _WEIGHTS):
-        check_sum(folder / name, config["sha256"].get(name))
+        check_sum(folder / name, content["sha256"].get(name))
     vocab = GeneVocab.from_file(folder / _VOCAB)
-    parts = (config["architecture"], config["tokenizer"], config["objective"])
-    tuning = None if config.get("tuning") is None else FineTuneSpec.from_json(config["tuning"])
-    module = _on_meta(*parts, vocab, tuning, f"the config in {str(folder)!r}")
+    spec, module = _read_spec(content, vocab, f"the config in {str(folder)!r}")
     if module is not None:
         load_weights(module, weights, source=str(folder), assign=True)
-    return config, vocab, weights
+    return StoredModel(content, spec, weights, is_checked=module is not None)
 
 
 def check_sum(path: Path, checksum: str | None) -> None:

@@ -386,6 +386,16 @@ class ModelSpec:
         )
         return spec, vectors
 
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any], vocab: GeneVocab) -> ModelSpec:
+        """Read the output of :meth:`to_json`. Options that are not in it have their defaults."""
+        names = ("architecture", "tokenizer", "objective")
+        (name, options), tokenizer, objective = (named_options(part, dict(content[part]), "") for part in names)
+        defaults = defaults_for(name, options)
+        spec, _ = cls.resolve(defaults, vocab, tokenizer=tokenizer, objective=objective, options=options)
+        tuning = content.get("tuning")
+        return spec if tuning is None else replace(spec, tuning=FineTuneSpec.from_json(tuning))
+
     def build_module(self, gene_vectors: np.ndarray | None = None) -> nn.Module:
         """Create the module with random weights and these gene vectors, or with the backbone for fine-tuning."""
         if self.tuning is not None and self.tuning.backbone is not None:

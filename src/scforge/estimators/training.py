@@ -24,9 +24,8 @@ from scforge._checks import check_count, check_positive
 from scforge._io import remove_model
 from scforge._progress import announce
 from scforge._registry import check_options
-from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError, TrainingError, first_line, spelled
-from scforge.estimators.serialize import load_weights, read_folder
+from scforge.estimators.serialize import StoredModel, load_weights, read_folder
 from scforge.estimators.spec import SAMPLED_CELLS
 from scforge.training.checkpoint import (
     OF_DATA,
@@ -66,7 +65,7 @@ _NOT_RESUMED = {"limit_train_batches": None, "val_check_interval": 1.0, "overfit
 _MAX_LENGTH = 200
 """Maximum length of a setting in characters; for longer settings, a checksum is saved instead."""
 
-type _Found = tuple[Path, dict[str, Any], tuple[dict[str, Any], GeneVocab, dict[str, torch.Tensor]]]
+type _Found = tuple[Path, dict[str, Any], StoredModel]
 """The folder of a checkpoint, its training state, and the content of its model."""
 
 
@@ -172,9 +171,9 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
             **({} if folder is None and found is None else _fingerprint(model, data)),
         )
         if found is not None:
-            path, state, (_, _, weights) = found
+            path, state, stored = found
             check_settings(_comparable(saved), _comparable(settings), where=str(path))
-            load_weights(model.module, weights, source=str(path))
+            load_weights(model.module, stored.weights, source=str(path), known_finite=stored.is_checked)
         elif not model.is_trained_:
             some = data.bound.sample(SAMPLED_CELLS, rows=data.train_rows, seed=model.seed)
             plan.objective.initialize(model.module, some, model.tokenizer)

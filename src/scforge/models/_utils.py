@@ -60,20 +60,27 @@ def init_weights(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-class _Undrawn(TorchFunctionMode):
-    """Skips drawing weights, because random numbers on the device ``meta`` import the compiler of torch."""
+_DRAWN = frozenset(("normal_", "uniform_", "kaiming_uniform_", "kaiming_normal_", "trunc_normal_"))
+"""Functions that draw a weight; others in ``torch.nn.init`` call these."""
+
+
+class undrawn(TorchFunctionMode):  # a context manager
+    """Create modules whose parameters are not drawn, but loaded afterwards; on ``meta``, no tensor is drawn."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if func.__name__ in ("normal_", "uniform_"):
-            return given["tensor"] if "tensor" in given else args[0]
+        if func.__name__ in _DRAWN:
+            tensor = given["tensor"] if "tensor" in given else args[0]
+            if isinstance(tensor, nn.Parameter) or tensor.is_meta:
+                return tensor
         return func(*args, **given)
 
 
 @contextmanager
 def without_weights() -> Iterator[None]:
     """Create modules that have the shapes of their weights only, on the device ``meta``."""
-    with torch.device("meta"), _Undrawn():
+    # Random numbers on this device would import the compiler of torch.
+    with torch.device("meta"), undrawn():
         yield
 
 

@@ -244,16 +244,16 @@ def described(config: Config) -> str:
     """
     section = finetune_section(config)
     folder = check_model_folder(section.base_model, f"finetune.base_model={section.base_model!r}")
-    base, vocab, _ = read_folder(folder)
-    given = {**base["setup"], **section.user_options(), **columns_of(config)}
+    base = read_folder(folder)
+    given = {**base.content["setup"], **section.user_options(), **columns_of(config)}
     for option in TASKS.get(section.task).needed_options():
         if given.get(option) is None and option not in FOUND_IN_CELLS.get(section.task, ()):
             flag = option.replace("_", "-")
             raise ConfigError(f"the task {section.task!r} requires {option}; set finetune.{option} (--{flag}).")
     how = "" if section.lora is False else " with adapters"
     how = " of the head" if section.freeze is True else how
-    name = base["architecture"]["name"]
-    return f"{section.task}, by fine-tuning{how} on {name} of {section.base_model} with {vocab.n_genes:,} genes"
+    name, n_genes = base.spec.architecture, base.spec.vocab.n_genes
+    return f"{section.task}, by fine-tuning{how} on {name} of {section.base_model} with {n_genes:,} genes"
 
 
 _UNKNOWN_GENES = 2_048
