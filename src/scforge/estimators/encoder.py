@@ -351,8 +351,9 @@ class Encoder(CellModel):
                     "the model was loaded without adata; pass adata to Encoder.load, or datamodule to train."
                 )
             columns: dict[str, Any] = {key: self._setup.get(key) for key in ("batch_key", "labels_key")}
-            columns |= self._rows_of_split(options)
-            data = CellDataModule(self._open(self.adata), seed=self.seed, **columns, **options)
+            cells = self._open(self.adata)
+            columns |= self._rows_of_split(cells, options)
+            data = CellDataModule(cells, seed=self.seed, **columns, **options)
         elif options and self._query is not None and "validation_size" not in options:
             options |= {"train_rows": data.train_rows, "validation_rows": data.validation_rows}
             data = CellDataModule(data.cells, seed=self.seed, **options)
@@ -391,13 +392,13 @@ class Encoder(CellModel):
             learned = learned.union(self._seen.trained)
         return learned if len(learned) else None
 
-    def _rows_of_split(self, options: Mapping[str, Any]) -> dict[str, Any]:
+    def _rows_of_split(self, cells: Cells, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the training and validation rows of a model with a task, or an empty dict without a task."""
         if self.spec.tuning is None:
             return {}
         if options.get("validation_size") is not None:
             raise OptionError("validation_size was set by finetune and cannot be changed; omit validation_size.")
-        split = self._known_split()
+        split = self._known_split(cells)
         if split is None:
             raise DataError(
                 "the cells are not exactly the cells used for fine-tuning; call finetune(adata=...) to fine-tune on "
@@ -450,12 +451,11 @@ class Encoder(CellModel):
         warn_of_undecided(unclear[rows])
         return rows, split
 
-    def _known_split(self) -> Split | None:
-        """Return the split of the fine-tuning, or None if its cells are not available."""
-        source = self.adata if self._data is None else self._data.cells
-        if self._seen is None or source is None:
-            return None
-        return self._seen.split_of(fingerprints(self._open(source)))
+    def _known_split(self, cells: Cells | None = None) -> Split | None:
+        """Return the split of the fine-tuning, or None if its cells are not available. `cells` are those, if opened."""
+        if cells is None and (source := self.adata if self._data is None else self._data.cells) is not None:
+            cells = self._open(source)
+        return None if self._seen is None or cells is None else self._seen.split_of(fingerprints(cells))
 
     _base: Encoder | None = None
 
@@ -751,12 +751,13 @@ class Encoder(CellModel):
                 )
         if split is not None:
             own = source  # the cells of the fine-tuning, maybe in another object
-        elif own is not None and source is not own:
-            split = self._known_split()
+        own_cells = cells if own is None or source is own else self._open(own)
+        if own is not None and source is not own:
+            split = self._known_split(own_cells)
         base = self._base if base is None else base
         train = None
         if own is not None and split is not None:
-            train = self._predictor(self._open(own), batch_size)
+            train = self._predictor(own_cells, batch_size)
         elif baselines:
             warn(
                 "The cells used for fine-tuning are not available, so there are no baselines; load the model with "
@@ -772,13 +773,19 @@ class Encoder(CellModel):
         parts = None
         if map_query and task.maps_new_cells and self._seen is not None and marks is not None:
             parts = self._seen.parts_of(marks)
+
+        def by_base(of: Any, opened: Cells) -> Predictor | None:
+            if base is None:
+                return None
+            return base._predictor(base._open(opened if base.vocab is self.vocab else of), batch_size)
+
         context = EvaluationContext(
             predictor=self._predictor_of_query(cells, batch_size, parts),
             rows=rows,
             train=train,
             train_rows=None if split is None or train is None else split.train,
-            base=None if base is None else base._predictor(base._open(source), batch_size),
-            base_train=None if base is None or train is None else base._predictor(base._open(own), batch_size),
+            base=by_base(source, cells),
+            base_train=None if train is None else by_base(own, own_cells),
             cells=scored_cells,
             train_cells=train_cells,
             baselines=baselines and train is not None,
