@@ -14,7 +14,8 @@ from scipy import sparse
 
 from scforge.data import CellOrder, convert, open_cells
 from scforge.data import readers as remote
-from scforge.data.readers import open_group, open_streams
+from scforge.data.readers import open_streams
+from scforge.data.remote import open_group
 from scforge.data.store import StoreCells
 from scforge.errors import DataError, MissingFileError, OptionError
 

@@ -13,7 +13,7 @@ from scipy import sparse, stats
 
 from scforge import _io
 from scforge.data import GeneVocab, convert, open_cells
-from scforge.data.readers import Matrix
+from scforge.data.matrix import Matrix
 from scforge.data.statistics import measure_medians
 from scforge.data.store import DATASET, StoreInfo, read_measured, read_vocab
 from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeWarning

@@ -13,7 +13,7 @@ from scipy import sparse
 
 from scforge.data import GeneVocab, convert
 from scforge.data.conversion import dataset_size
-from scforge.data.readers import parse_bytes
+from scforge.data.memory import parse_bytes
 from scforge.data.store import StoreInfo
 from scforge.errors import DataError, OptionError
 

@@ -17,7 +17,7 @@ import json, os, random, signal, sys, time
 from pathlib import Path
 import annbatch  # what takes long to import, once
 from scforge.data import conversion, convert
-from scforge.data.readers import Matrix
+from scforge.data.matrix import Matrix
 from scforge.data.store import StoreInfo
 
 folder, n_kills = Path(sys.argv[1]), int(sys.argv[2])

@@ -9,7 +9,7 @@ from scipy.stats import entropy
 
 from scforge.data import CellBlock, GeneVocab, open_cells
 from scforge.data.cells import StreamingMedians
-from scforge.data.readers import Matrix
+from scforge.data.matrix import Matrix
 from scforge.data.statistics import _entropies, gene_entropies, gene_medians, measure_entropies, measure_medians
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, ScforgeWarning
 

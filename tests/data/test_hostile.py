@@ -24,7 +24,7 @@ from scforge.cli import main
 from scforge.config import Config, load_config
 from scforge.config.load import dump_config
 from scforge.data import convert, open_cells, read_h5ad
-from scforge.data.readers import CHECKSUM, metadata_checksum
+from scforge.data.remote import CHECKSUM, metadata_checksum
 from scforge.errors import ConfigError, DataError, MissingFileError, OptionError, redacted
 
 PICKLE = {"id": "pickle", "protocol": 5}
@@ -204,7 +204,7 @@ def test_credentials_are_not_written(web, tiny_adata, tmp_path, capsys):
 )
 @pytest.mark.parametrize("name", ["a.h5ad", "a.zarr"])
 def test_what_a_web_server_answers(name, answer, message, web, tiny_adata, monkeypatch):
-    monkeypatch.setattr("scforge.data.readers.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("scforge.data.remote.FIRST_WAIT_S", 0.01)
     folder, url, said = web
     tiny_adata.write_h5ad(folder / "a.h5ad")
     said.update(answer)

@@ -11,7 +11,7 @@ import zarr
 
 from scforge.cli import main
 from scforge.data import GeneVocab, convert, open_cells
-from scforge.data.readers import open_group
+from scforge.data.remote import open_group
 from scforge.data.store import (
     StoreCells,
     StoreInfo,

@@ -7,7 +7,8 @@ import pytest
 from scipy import sparse
 
 from scforge.data import readers as stream_memory
-from scforge.data.readers import available_memory, open_streams
+from scforge.data.memory import available_memory
+from scforge.data.readers import open_streams
 from scforge.errors import DataError, MissingFileError, OptionError
 
 FORMS = {"csr": sparse.csr_matrix, "csc": sparse.csc_matrix, "dense": lambda x: x.toarray()}

@@ -33,7 +33,7 @@ from scforge.config import Config, load_config
 from scforge.config.load import parse_toml, parse_yaml
 from scforge.data import GeneVocab, convert, open_cells, read_h5ad
 from scforge.data.paths import PROTOCOLS, check_url
-from scforge.data.readers import remote_file_system
+from scforge.data.remote import remote_file_system
 from scforge.data.store import inspect_store
 from scforge.errors import (
     ConfigError,

@@ -17,7 +17,8 @@ import numpy as np
 from scforge._checks import check_known
 from scforge.data.checks import listed_columns
 from scforge.data.genes import GeneMap, text_columns
-from scforge.data.readers import check_chunk, missing_column
+from scforge.data.matrix import check_chunk
+from scforge.data.readers import missing_column
 from scforge.errors import DataError, MissingFileError, OptionError, ScforgeError, first_line, suggest, warn
 
 if TYPE_CHECKING:

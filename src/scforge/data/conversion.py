@@ -27,8 +27,9 @@ from scforge.data.cells import CellBlock, StreamingMedians
 from scforge.data.checks import listed_columns, row_checksums, row_sums
 from scforge.data.gene_sets import warn_of_partial
 from scforge.data.genes import MIN_OVERLAP, GeneMap, map_streams, warn_counts_outside, warn_empty
+from scforge.data.memory import parse_bytes
 from scforge.data.paths import check_target, is_url
-from scforge.data.readers import ChunkReader, open_streams, parse_bytes
+from scforge.data.readers import ChunkReader, open_streams
 from scforge.data.sampling import ranges
 from scforge.data.store import (
     CHECKED,

@@ -46,21 +46,19 @@ from scforge.data.genes import (
     warn_counts_outside,
     warn_empty,
 )
+from scforge.data.matrix import Matrix
 from scforge.data.paths import check_file, is_unfinished, is_url
 from scforge.data.readers import (
     AdataStream,
     Location,
-    Matrix,
     StoredAdata,
     check_format,
     identity_of,
-    is_collection,
     is_query,
     lack_of_memory,
-    open_group,
     open_streams,
-    reading,
 )
+from scforge.data.remote import is_collection, open_group, reading
 from scforge.data.vocab import OTHER_NAMES, GeneVocab, list_vocabs, open_vocab, recognize_ids
 from scforge.errors import (
     DataError,

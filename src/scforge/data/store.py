@@ -37,7 +37,7 @@ from scforge.data.checks import (
 )
 from scforge.data.genes import MIN_OVERLAP, GeneMap, map_names, warn_counts_outside, warn_empty
 from scforge.data.paths import STORE_KEY, check_exists, holds_store, is_unfinished, is_url
-from scforge.data.readers import CHECKSUM, file_system, metadata_checksum, open_group, reading, root_attributes
+from scforge.data.remote import CHECKSUM, file_system, metadata_checksum, open_group, reading, root_attributes
 from scforge.data.sampling import Window
 from scforge.data.vocab import GeneVocab, open_vocab
 from scforge.errors import (

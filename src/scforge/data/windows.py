@@ -11,7 +11,7 @@ from annbatch.abc import Sampler
 from zarr.registry import register_pipeline
 from zarrs import ZarrsCodecPipeline
 
-from scforge.data.readers import LocalStore, missing_chunk
+from scforge.data.remote import LocalStore, missing_chunk
 from scforge.data.sampling import Window
 from scforge.errors import OptionError
 

@@ -39,7 +39,8 @@ from scforge.data.checks import (
     warn_if_transposed,
 )
 from scforge.data.genes import map_names
-from scforge.data.readers import check_modality, is_collection
+from scforge.data.readers import check_modality
+from scforge.data.remote import is_collection
 from scforge.data.sources import open_cells
 from scforge.data.store import StoreCells
 from scforge.data.vocab import GeneVocab

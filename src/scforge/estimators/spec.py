@@ -25,7 +25,7 @@ from scforge.data.cells import choose_chunks, choose_rows
 from scforge.data.checks import counts_of, gene_names, names_place
 from scforge.data.gene_sets import enough_shared, lacking_genes, warn_of_lacking
 from scforge.data.genes import GeneMap, map_names
-from scforge.data.readers import available_memory
+from scforge.data.memory import available_memory
 from scforge.data.sources import open_cells
 from scforge.data.statistics import gene_entropies, gene_medians, kept_genes, select_genes, variable_genes
 from scforge.data.store import SOURCE, StoreCells

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 
 from scforge._io import marked, parsed, read_json, read_settled, sha256_of, sha256_of_json
 from scforge._version import __version__
-from scforge.data.readers import available_memory
+from scforge.data.memory import available_memory
 from scforge.errors import MissingFileError, ModelFileError, OptionError, first_line
 from scforge.models._utils import bounded
 from scforge.models.registry import check_layers

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from scforge._checks import check_bool, check_count
-from scforge.data.readers import available_memory
+from scforge.data.memory import available_memory
 from scforge.errors import OptionError, TrainingError, warn
 from scforge.training.checkpoint import (
     BestWeights,
