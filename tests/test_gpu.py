@@ -17,8 +17,8 @@ from scforge.models import ScDiVa
 from scforge.models.components import transformer
 from scforge.models.components.transformer import TransformerStack
 from scforge.training import CellDataModule, make_loggers
+from scforge.training.autotune import choose_precision, find_batch_size
 from scforge.training.devices import compiled
-from scforge.training.fitting import choose_precision, find_batch_size
 from scforge.training.monitoring import flops_per_token, peak_flops
 
 pytestmark = [
@@ -188,7 +188,7 @@ def test_sizes_and_precision_are_found(many_adata, monkeypatch):
     assert precision == ("bf16-mixed" if supported else "32-true")
     assert find_batch_size(model.module, data, GPU, precision=precision) == 64  # 630 cells in at least 8 steps
     held = torch.cuda.memory_allocated()
-    monkeypatch.setattr("scforge.training.fitting._batch", out_of_memory_from(16))
+    monkeypatch.setattr("scforge.training.autotune._batch", out_of_memory_from(16))
     assert find_batch_size(model.module, data, GPU) == 8
     assert torch.cuda.memory_allocated() <= held
     assert peak_flops(GPU, precision) > 1e11
@@ -203,7 +203,7 @@ def test_sizes_and_precision_are_found(many_adata, monkeypatch):
 
 
 def out_of_memory_from(n_cells: int):
-    from scforge.training.fitting import _batch
+    from scforge.training.autotune import _batch
 
     def batch(data, size, device):
         if size >= n_cells:

@@ -33,6 +33,27 @@ if TYPE_CHECKING:
 
 _PROTOCOL = re.compile(r"(file|local|memory|https?|ftp|s3|gs|gcs|az|abfss?|hf):/", re.IGNORECASE)
 
+_MARK = "<!-- Written by scforge ({}). -->\n"
+"""Last line of a model card, with a checksum of the text above, so that edited cards are not replaced."""
+
+_DESCRIPTIONS = ("config.json", "adapter.json", "export.json")
+
+_OWN = {"vocab.json", "model.safetensors", "adapter.safetensors", "split.safetensors", "origin.json"}
+
+_DATA = "adata.h5ad"
+
+_LISTED = {_DATA, "reference.safetensors", "weights.safetensors", "model.onnx", "model.pt2"}
+
+_CARD = "README.md"
+"""The model card, which belongs to scforge until a user edits it."""
+
+_MODEL_FILES = {*_DESCRIPTIONS, *_OWN, *_LISTED, _CARD}
+
+_WORKING, _SAVED = ".saving", ".saved"
+"""Suffix of working files and folders, and folder of the complete files of a save that are moved into their place."""
+
+_GONE = ".replaced"
+
 
 def check_local(argument: str, path: str | os.PathLike[str]) -> None:
     """Raise an OptionError if an output is a URL, which would become a folder with the name of its protocol."""
@@ -207,10 +228,6 @@ def is_unedited(path: Path) -> bool:
     return text == signed(text.partition("\n")[2])
 
 
-_MARK = "<!-- Written by scforge ({}). -->\n"
-"""Last line of a model card, with a checksum of the text above, so that edited cards are not replaced."""
-
-
 def marked(card: str) -> str:
     """Return the text of a model card with the last line by which :func:`is_own_card` recognizes it."""
     return card + _MARK.format(hashlib.sha256(card.encode()).hexdigest()[:16])
@@ -262,23 +279,11 @@ def new_h5(path: str | os.PathLike[str]) -> Iterator[h5py.File]:
                 raise raw.error
 
 
-_DESCRIPTIONS = ("config.json", "adapter.json", "export.json")
-_OWN = {"vocab.json", "model.safetensors", "adapter.safetensors", "split.safetensors", "origin.json"}
 _OWN |= {"training/state.json", "training/state.safetensors"}
 """Files that belong to scforge in each folder with a description by scforge."""
 
-_DATA = "adata.h5ad"
-_LISTED = {_DATA, "reference.safetensors", "weights.safetensors", "model.onnx", "model.pt2"}
 _LISTED |= {"token_dictionary.pkl", "gene_median_dictionary.pkl", "ensembl_mapping_dict.pkl"}
 """Files that belong to scforge if a description lists them with a checksum; otherwise they are a user's."""
-
-_CARD = "README.md"
-"""The model card, which belongs to scforge until a user edits it."""
-
-_MODEL_FILES = {*_DESCRIPTIONS, *_OWN, *_LISTED, _CARD}
-
-_WORKING, _SAVED = ".saving", ".saved"
-"""Suffix of working files and folders, and folder of the complete files of a save that are moved into their place."""
 
 
 @contextlib.contextmanager
@@ -683,9 +688,6 @@ def swap_in(new: Path, path: Path, *, overwrite: bool) -> None:
             gone.rename(path)
             raise
         gone.rename(new)
-
-
-_GONE = ".replaced"
 
 
 def left_by_swap(path: Path) -> list[Path]:

@@ -19,6 +19,23 @@ from scforge.errors import ON_COMMAND_LINE, ConfigError, OptionError, ScforgeErr
 INTERRUPTED = 130
 """Exit code after Ctrl-C, even if training saved its results, so that a script does not continue."""
 
+_OTHER_SECTIONS = {
+    "data": "data.paths",
+    "eval": "finetune.evaluate",
+    "max_epochs": "training.max_epochs",
+    "output": "output.checkpoint_dir",
+    "seed": "seed",
+}
+"""A mapping from ``scforge finetune`` flags to YAML options; other flags set options of the section ``finetune``."""
+
+_BATCH_SIZE: dict[str, Any] = {"type": int, "metavar": "N", "help": "cells per batch (256)"}
+
+_DEVICE: dict[str, Any] = {"metavar": "DEVICE", "help": "cpu, cuda, cuda:1 (default: a GPU if available)"}
+
+_RESUME: dict[str, Any] = {"metavar": "auto|DIR", "help": "resume from the latest checkpoint, or from this one"}
+
+_GENE_KEY: dict[str, Any] = {"metavar": "COLUMN", "help": "column of var with the gene names (default: var_names)"}
+
 
 def _say(text: object, *, to: TextIO | None = None, end: str = "\n") -> None:
     """Print text, in which nothing controls the terminal; names in it can come from the files of other people."""
@@ -67,16 +84,6 @@ def _train(config: str, overrides: list[str], *, quiet: bool = False, **options:
     if speaks:
         _say("\n".join(training_report(model, loaded)))
     return INTERRUPTED if model._stopped else 0
-
-
-_OTHER_SECTIONS = {
-    "data": "data.paths",
-    "eval": "finetune.evaluate",
-    "max_epochs": "training.max_epochs",
-    "output": "output.checkpoint_dir",
-    "seed": "seed",
-}
-"""A mapping from ``scforge finetune`` flags to YAML options; other flags set options of the section ``finetune``."""
 
 
 def _finetune(
@@ -381,12 +388,6 @@ def _layers(text: str) -> bool | int | str:
             f"{text!r} is not a number of layers; pass a number, or omit the value to train only the head"
         )
     return int(text)
-
-
-_BATCH_SIZE: dict[str, Any] = {"type": int, "metavar": "N", "help": "cells per batch (256)"}
-_DEVICE: dict[str, Any] = {"metavar": "DEVICE", "help": "cpu, cuda, cuda:1 (default: a GPU if available)"}
-_RESUME: dict[str, Any] = {"metavar": "auto|DIR", "help": "resume from the latest checkpoint, or from this one"}
-_GENE_KEY: dict[str, Any] = {"metavar": "COLUMN", "help": "column of var with the gene names (default: var_names)"}
 
 
 def _add_overrides(command: argparse.ArgumentParser, words: str) -> None:

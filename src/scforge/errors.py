@@ -37,6 +37,35 @@ _CALLERS = {
 }
 """Code that calls scforge through callbacks, whose lines are therefore not user code either."""
 
+SECRET = "***"
+"""Text that replaces a credential."""
+
+# A path of a URL has one of its slashes left; a chained URL has several protocols.
+_SCHEME = r"\b(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]+:/{1,2}"
+
+_URL = re.compile(
+    rf"(?<=')(?P<single>{_SCHEME})(?:\\.|[^'\\\n])*"
+    rf'|(?<=")(?P<double>{_SCHEME})(?:\\.|[^"\\\n])*'
+    # A password may contain spaces, and is not a port.
+    rf"|(?P<bare>{_SCHEME})(?:[^\s/?#@:'\"]*:(?!\d{{1,5}}(?:[/?#\s]|$))(?=\S)[^\n'\"]*?@)?[^\s'\"<>]*"
+)
+"""Pattern of a URL, up to the closing quote of a quoted one."""
+
+_USER = re.compile(r"[^/?#@:]*:.*@|[^/?#@]*@", re.DOTALL)
+
+_TAIL = re.compile(r"([?#])[^/?#]*=.*", re.DOTALL)
+"""Patterns of the user and of query and fragment; outside HTTP, ``@``, ``?`` and ``#`` may be parts of a path."""
+
+_HTTP_USER, _HTTP_TAIL = re.compile(r".*@", re.DOTALL), re.compile(r"([?#]).+", re.DOTALL)
+
+_TOKEN = re.compile(
+    r"\bhf_(?:(?:oauth|jwt)_[\w.-]+|[A-Za-z0-9]{30,})|(?<=\bBearer )(?:[\w.~+/=-]{20,}|[^\s'\"]+(?=['\"]))"
+)
+"""Pattern of hub tokens and tokens in HTTP headers, which does not match e.g. a column ``hf_score``."""
+
+ON_COMMAND_LINE: ContextVar[bool] = ContextVar("scforge_on_command_line", default=False)
+"""Whether a command runs, whose user knows flags, but not arguments of functions."""
+
 
 def _not_the_user() -> tuple[str, ...]:
     """Return path prefixes of code to which warnings must not point."""
@@ -48,28 +77,6 @@ def _not_the_user() -> tuple[str, ...]:
 
 
 _NOT_THE_USER = _not_the_user()
-
-SECRET = "***"
-"""Text that replaces a credential."""
-
-# A path of a URL has one of its slashes left; a chained URL has several protocols.
-_SCHEME = r"\b(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]+:/{1,2}"
-_URL = re.compile(
-    rf"(?<=')(?P<single>{_SCHEME})(?:\\.|[^'\\\n])*"
-    rf'|(?<=")(?P<double>{_SCHEME})(?:\\.|[^"\\\n])*'
-    # A password may contain spaces, and is not a port.
-    rf"|(?P<bare>{_SCHEME})(?:[^\s/?#@:'\"]*:(?!\d{{1,5}}(?:[/?#\s]|$))(?=\S)[^\n'\"]*?@)?[^\s'\"<>]*"
-)
-"""Pattern of a URL, up to the closing quote of a quoted one."""
-
-_USER = re.compile(r"[^/?#@:]*:.*@|[^/?#@]*@", re.DOTALL)
-_TAIL = re.compile(r"([?#])[^/?#]*=.*", re.DOTALL)
-"""Patterns of the user and of query and fragment; outside HTTP, ``@``, ``?`` and ``#`` may be parts of a path."""
-_HTTP_USER, _HTTP_TAIL = re.compile(r".*@", re.DOTALL), re.compile(r"([?#]).+", re.DOTALL)
-_TOKEN = re.compile(
-    r"\bhf_(?:(?:oauth|jwt)_[\w.-]+|[A-Za-z0-9]{30,})|(?<=\bBearer )(?:[\w.~+/=-]{20,}|[^\s'\"]+(?=['\"]))"
-)
-"""Pattern of hub tokens and tokens in HTTP headers, which does not match e.g. a column ``hf_score``."""
 
 
 class ScforgeError(Exception):
@@ -418,10 +425,6 @@ def warn(message: str, category: type[Warning] | None = None) -> None:
     'The model is not trained.'
     """
     warnings.warn(message, category or ScforgeWarning, skip_file_prefixes=_NOT_THE_USER)
-
-
-ON_COMMAND_LINE: ContextVar[bool] = ContextVar("scforge_on_command_line", default=False)
-"""Whether a command runs, whose user knows flags, but not arguments of functions."""
 
 
 def spelled(argument: str, flag: str) -> str:

@@ -8,8 +8,8 @@ from scipy import sparse
 from scipy.stats import entropy
 
 from scforge.data import CellBlock, GeneVocab, open_cells
-from scforge.data.cells import StreamingMedians
 from scforge.data.matrix import Matrix
+from scforge.data.medians import StreamingMedians
 from scforge.data.statistics import _entropies, gene_entropies, gene_medians, measure_entropies, measure_medians
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, ScforgeWarning
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from scforge.errors import OptionError, TrainingError
+from scforge.training.autotune import _by_trying, _kept_bytes, choose_precision, find_batch_size
 from scforge.training.devices import compiled, gradient_checkpointing, root_device
-from scforge.training.fitting import _by_trying, _kept_bytes, choose_precision, find_batch_size
 from scforge.training.monitoring import flops_per_token, peak_flops
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def test_more_memory_means_more_cells(masked_setup, monkeypatch):
     with pytest.raises(TrainingError, match=r"memory ran out with a batch of one cell; lower .*max_len"):
         find_batch_size(module, data, CPU)
     for faster, precision in ((0.0, "bf16-mixed"), (1e9, "32-true")):
-        monkeypatch.setattr("scforge.training.fitting._FASTER", faster)
+        monkeypatch.setattr("scforge.training.autotune._FASTER", faster)
         assert choose_precision(module, data, CPU) == precision
 
 
@@ -100,7 +100,7 @@ def test_sizes_are_tried_in_the_precision_of_the_training(masked_setup, monkeypa
         if len(batch["input_ids"]) > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("scforge.training.fitting._step", step)
+    monkeypatch.setattr("scforge.training.autotune._step", step)
     assert _by_trying(module, data, CPU, [1, 2, 4, 8], "bf16-mixed") == most
     assert _by_trying(module, data, CPU, [4], None) is None
     assert seen == [torch.bfloat16] * 3 + [None]

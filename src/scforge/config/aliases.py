@@ -18,23 +18,6 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
     from pydantic_core import ErrorDetails
 
-
-class AliasError(ConfigError):
-    """Options that are not allowed together, or not in their section.
-
-    Parameters
-    ----------
-    message
-        The message.
-    *options
-        Dotted names as spelled by the user.
-    """
-
-    def __init__(self, message: str, *options: str) -> None:
-        super().__init__(message)
-        self.options = options
-
-
 ALIASES = {
     "data.num_workers": "data.num_threads",
     "data.obs": "data.obs_columns",
@@ -55,6 +38,38 @@ ALIASES = {
 """A mapping from accepted option aliases to names in the schema."""
 
 _ON_GPUS = ("auto", "gpu", "cuda")
+
+_SPELLINGS = [
+    *[(alias.split("."), canonical.split(".")) for alias, canonical in ALIASES.items()],
+    (["finetune", "data"], ["data"]),
+    (["training", "num_gpus"], ["training", "accelerator"]),
+]
+"""Pairs of an alternative spelling of an option and the option."""
+
+_REPR = reprlib.Repr(maxlevel=2, maxdict=3, maxlist=3, maxstring=60, maxother=60, maxlong=40)
+
+_STORAGE_OPTIONS = "storage_options"
+
+_PLAIN_KEY = re.compile(r"[\w-]+")
+
+_WORDS = {"model_type": "must be a section with options", "string_type": "is not text; put the value in quotes"}
+"""A mapping from pydantic error types to messages without Python terms."""
+
+
+class AliasError(ConfigError):
+    """Options that are not allowed together, or not in their section.
+
+    Parameters
+    ----------
+    message
+        The message.
+    *options
+        Dotted names as spelled by the user.
+    """
+
+    def __init__(self, message: str, *options: str) -> None:
+        super().__init__(message)
+        self.options = options
 
 
 def apply_aliases(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,14 +168,6 @@ def _use_gpus(content: dict[str, Any], n_gpus: Any) -> None:
     _put(content, "training.devices", n_gpus, alias="training.num_gpus")
 
 
-_SPELLINGS = [
-    *[(alias.split("."), canonical.split(".")) for alias, canonical in ALIASES.items()],
-    (["finetune", "data"], ["data"]),
-    (["training", "num_gpus"], ["training", "accelerator"]),
-]
-"""Pairs of an alternative spelling of an option and the option."""
-
-
 @dataclass(frozen=True)
 class Source:
     """A configuration file or an override.
@@ -253,14 +260,6 @@ def _step(node: yaml.Node | None, part: int | str) -> tuple[Any, int] | None:
     if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
         return node.value[part], node.value[part].start_mark.line + 1
     return None
-
-
-_REPR = reprlib.Repr(maxlevel=2, maxdict=3, maxlist=3, maxstring=60, maxother=60, maxlong=40)
-_STORAGE_OPTIONS = "storage_options"
-_PLAIN_KEY = re.compile(r"[\w-]+")
-
-_WORDS = {"model_type": "must be a section with options", "string_type": "is not text; put the value in quotes"}
-"""A mapping from pydantic error types to messages without Python terms."""
 
 
 def shown(value: object) -> str:

@@ -21,6 +21,17 @@ from scforge.errors import SECRET, ConfigError, first_line
 # YAML 1.1, which PyYAML follows, asks for a dot and a sign in a number with an exponent.
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$|[-+]?\.[\d_]+[eE][-+]?\d+$")
 
+_MAX_PARTS = 100_000
+"""Maximum number of keys and values of a document, where each use of an alias counts all that it stands for."""
+
+_HINTS = {
+    "cannot start any token": "indent with spaces, never with tab characters",
+    "did not find expected": "check the indentation",
+    "expected <block end>": "check the indentation: the keys of one section start in the same column",
+    "mapping values are not allowed": "check the indentation, and quote text that contains ': '",
+}
+"""A mapping from PyYAML messages to advice."""
+
 
 class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -64,24 +75,11 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
 
 
-_MAX_PARTS = 100_000
-"""Maximum number of keys and values of a document, where each use of an alias counts all that it stands for."""
-
-
 def _parts_of(content: Any) -> Iterable[Any] | None:
     """Return the parts of a YAML node, or None for a scalar."""
     if isinstance(content, yaml.MappingNode):
         return chain.from_iterable(content.value)
     return content.value if isinstance(content, yaml.SequenceNode) else None
-
-
-_HINTS = {
-    "cannot start any token": "indent with spaces, never with tab characters",
-    "did not find expected": "check the indentation",
-    "expected <block end>": "check the indentation: the keys of one section start in the same column",
-    "mapping values are not allowed": "check the indentation, and quote text that contains ': '",
-}
-"""A mapping from PyYAML messages to advice."""
 
 
 def parse_yaml(text: str, *, where: str) -> tuple[Any, yaml.Node | None]:

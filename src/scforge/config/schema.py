@@ -24,6 +24,20 @@ from scforge._checks import check_mask_ratio
 from scforge.config.aliases import Places, apply_aliases
 from scforge.errors import SECRET, OptionError
 
+_CENSUS = "cellxgene_census"
+
+TASK_ALIASES = {
+    "batch_integration": "integration",
+    "cell_type_annotation": "annotation",
+    "perturbation_prediction": "perturbation",
+}
+"""A mapping from task alias to registered name."""
+
+EVALUATIONS = {"perturbbench": "perturbation"}
+"""A mapping from evaluation to its task."""
+
+_BENCHMARK = {"anyOf": [{"type": "string"}, {"type": "object", "minProperties": 1, "maxProperties": 1}]}
+
 
 def _no_bool(value: Any) -> Any:
     # Python counts True as 1, so ``batch_size: yes`` would train with batches of one cell.
@@ -91,9 +105,6 @@ class OpenSection(Section):
     def user_options(self) -> dict[str, Any]:
         """Return the options that the user set, for the constructor of the named class."""
         return {key: value for key, value in self.user_set().items() if key not in type(self).model_fields}
-
-
-_CENSUS = "cellxgene_census"
 
 
 def _normalize(value: Any) -> Any:
@@ -480,17 +491,6 @@ class TrainingConfig(Section):
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
 
 
-TASK_ALIASES = {
-    "batch_integration": "integration",
-    "cell_type_annotation": "annotation",
-    "perturbation_prediction": "perturbation",
-}
-"""A mapping from task alias to registered name."""
-
-EVALUATIONS = {"perturbbench": "perturbation"}
-"""A mapping from evaluation to its task."""
-
-
 def _task(value: str) -> str:
     return TASK_ALIASES.get(value, value)
 
@@ -624,7 +624,6 @@ def _is_named(name: Any, options: Any) -> bool:
     return isinstance(name, str) and bool(name) and keys_are_text
 
 
-_BENCHMARK = {"anyOf": [{"type": "string"}, {"type": "object", "minProperties": 1, "maxProperties": 1}]}
 Benchmarks = Annotated[
     Any,
     BeforeValidator(_benchmarks),

@@ -32,6 +32,22 @@ _MAX_COUNT = float(np.finfo(np.float32).max)
 REPAIR = "write the file again, or rebuild the matrix"
 """Advice for a corrupted matrix."""
 
+_FEW_VALUES = 50
+"""Maximum number of distinct values, including fractions, that are accepted as batches, e.g. time points or doses."""
+
+_BARCODE = re.compile(r"(?:.*[_:#])?[ACGT]{10,}(?:[-_.].*)?")
+"""Pattern of barcodes as cell names, with optional prefixes and suffixes from concatenated data sets."""
+
+_NORMALIZED = "pass the layer that contains raw counts, or undo the normalization"
+"""Advice for values that are not counts, if no layer with counts is found."""
+
+_UNMEASURED = "remove genes that were not measured in all cells, e.g. with anndata.concat(..., join='inner')"
+"""Advice for missing values, usually from an outer join of data sets with different genes."""
+
+_SAMPLED, _EQUAL, _DEEP = 1000, 0.1, 20
+"""Number of cells to inspect; coefficient of variation below which library sizes are nearly equal (typical data have
+about 0.5); and mean number of counts per cell from which on some gene should have a count above 1."""
+
 
 def sound_csr(matrix: Any, where: str) -> sparse.csr_matrix:
     """Return `matrix` as CSR, without a copy if possible. Raises a DataError that names `where` if it is corrupted."""
@@ -167,24 +183,6 @@ def _pick(indptr, indices, data, columns, out_indptr, genes, counts):
             counts[out] = data[entry]
             out += place >= 0
         out_indptr[row + 1] = out
-
-
-_FEW_VALUES = 50
-"""Maximum number of distinct values, including fractions, that are accepted as batches, e.g. time points or doses."""
-
-_BARCODE = re.compile(r"(?:.*[_:#])?[ACGT]{10,}(?:[-_.].*)?")
-"""Pattern of barcodes as cell names, with optional prefixes and suffixes from concatenated data sets."""
-
-_NORMALIZED = "pass the layer that contains raw counts, or undo the normalization"
-"""Advice for values that are not counts, if no layer with counts is found."""
-
-_UNMEASURED = "remove genes that were not measured in all cells, e.g. with anndata.concat(..., join='inner')"
-"""Advice for missing values, usually from an outer join of data sets with different genes."""
-
-
-_SAMPLED, _EQUAL, _DEEP = 1000, 0.1, 20
-"""Number of cells to inspect; coefficient of variation below which library sizes are nearly equal (typical data have
-about 0.5); and mean number of counts per cell from which on some gene should have a count above 1."""
 
 
 def check_is_adata(adata: Any, *, argument: str = "adata") -> None:

@@ -36,6 +36,18 @@ if TYPE_CHECKING:
 
     from scforge.data.readers import ChunkReader
 
+MIN_OVERLAP = 0.1
+"""Minimum fraction of a model's genes that a data set must contain."""
+
+_R_REPLACES = re.compile(r"[^A-Za-z0-9_]")
+"""Characters that R replaces by a dot in names, and the dot itself."""
+
+WARN_OVERLAP = 0.5
+"""Fraction of a model's genes below which a warning is issued."""
+
+WARN_OUTSIDE = 0.2
+"""Fraction of the counts outside a vocabulary above which a warning is issued."""
+
 
 def sum_columns(matrix: sparse.csr_matrix, columns: np.ndarray, n_columns: int) -> sparse.csr_matrix:
     """Move the columns of `matrix` to new positions; columns with the same position are summed.
@@ -99,19 +111,6 @@ def join_columns(adata: AnnData, where: str) -> AnnData:
     if adata.raw is not None:
         result.raw = adata.raw.to_adata()
     return result
-
-
-MIN_OVERLAP = 0.1
-"""Minimum fraction of a model's genes that a data set must contain."""
-
-_R_REPLACES = re.compile(r"[^A-Za-z0-9_]")
-"""Characters that R replaces by a dot in names, and the dot itself."""
-
-WARN_OVERLAP = 0.5
-"""Fraction of a model's genes below which a warning is issued."""
-
-WARN_OUTSIDE = 0.2
-"""Fraction of the counts outside a vocabulary above which a warning is issued."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import zarr
@@ -19,25 +19,16 @@ from scforge.data.checks import (
     value_problem,
 )
 from scforge.data.remote import reading
-from scforge.errors import (
-    DataError,
-)
-
-if TYPE_CHECKING:
-    pass
-
+from scforge.errors import DataError
 
 ENTRIES = 2**22
 """Maximum number of entries held at a time; about 100 MB including derived arrays."""
 
-
 ROWS = 2**16
 """Maximum number of rows per piece, because even empty rows have boundaries."""
 
-
 _CSC_WINDOW = 8
 """Number of pieces gathered in one pass over a CSC matrix; at most about 800 MB."""
-
 
 _PARTS = ("data", "indices", "indptr")
 """Names of the arrays of a compressed matrix."""

@@ -6,17 +6,14 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from scforge.errors import (
-    OptionError,
-)
-
-if TYPE_CHECKING:
-    pass
-
+from scforge.errors import OptionError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+_UNLIMITED = 2**60
+"""Reported limit above which a version 1 control group is unlimited."""
 
 
 def parse_bytes(argument: str, value: Any) -> int:
@@ -34,10 +31,6 @@ def parse_bytes(argument: str, value: Any) -> int:
     elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     raise OptionError(f"{argument}={value!r} is not a valid size; pass e.g. '4GB', or a number of bytes.")
-
-
-_UNLIMITED = 2**60
-"""Reported limit above which a version 1 control group is unlimited."""
 
 
 def available_memory() -> int | None:

@@ -31,6 +31,12 @@ _ENDPOINTS = {
 }
 """Options that name a server to which the client sends the user's token, and the variables that do so instead."""
 
+STORE_KEY = "scforge"
+"""Root attribute and group of a store with its description."""
+
+_FILES = {".h5ad", ".h5", ".h5mu", ".hdf5", ".loom", ".csv", ".tsv", ".txt", ".json", ".yaml", ".parquet", ".zip"}
+"""File extensions that a folder should not have."""
+
 
 def is_url(place: Any) -> bool:
     r"""Return whether `place` is text that begins with one or several URL schemes, e.g. ``"s3://bucket/cells.h5ad"``.
@@ -120,20 +126,12 @@ def check_exists(place: str | os.PathLike[str], storage_options: Mapping[str, An
     check_regular(name)
 
 
-STORE_KEY = "scforge"
-"""Root attribute and group of a store with its description."""
-
-
 def holds_store(folder: Path) -> bool:
     """Return whether a local folder is a complete scforge store."""
     try:
         return isinstance(read_json(folder / "zarr.json").get("attributes", {}).get(STORE_KEY), dict)
     except (OSError, MissingFileError, ModelFileError, AttributeError):
         return False
-
-
-_FILES = {".h5ad", ".h5", ".h5mu", ".hdf5", ".loom", ".csv", ".tsv", ".txt", ".json", ".yaml", ".parquet", ".zip"}
-"""File extensions that a folder should not have."""
 
 
 def check_target(path: str | os.PathLike[str], overwrite: bool) -> Path:

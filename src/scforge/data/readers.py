@@ -42,13 +42,29 @@ if TYPE_CHECKING:
     from anndata import AnnData
 
 
-
-
 _ENTRY = 12
 """Bytes per count in memory: the count and its gene, twice while pieces are concatenated."""
 
 _CELL = 200
 """Bytes per cell in memory: name, library size, and some obs columns."""
+
+_AGAIN = "write the file again"
+
+_BLOCK = 2**22
+"""Number of bytes of a remote h5ad file fetched at a time; 32 such blocks are cached."""
+
+_MARKS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
+"""File attributes that change with the content of a file, most reliable first."""
+
+_READERS = {
+    ".csv": "scanpy.read_csv",
+    ".tsv": "scanpy.read_text",
+    ".txt": "scanpy.read_text",
+    ".mtx": "scanpy.read_10x_mtx",
+    ".loom": "anndata.io.read_loom",
+    ".h5": "scanpy.read_10x_h5",
+}
+"""A mapping from the extension of another file format to the function that reads it."""
 
 
 def lack_of_memory(streams: Sequence[ChunkReader], memory: int | str | None = None) -> str | None:
@@ -81,9 +97,6 @@ def write_h5ad(path: str | os.PathLike[str], adata: AnnData) -> None:
         adata.strings_to_categoricals(adata.raw.var)
     with new_h5(path) as file:
         write_elem(file, "/", adata)
-
-
-_AGAIN = "write the file again"
 
 
 @dataclass(frozen=True)
@@ -385,26 +398,8 @@ class BackedStream(FileStream):
         return {**super().fingerprint(), "obs": table_digest(self._adata.obs), "var": table_digest(self._adata.var)}
 
 
-_BLOCK = 2**22
-"""Number of bytes of a remote h5ad file fetched at a time; 32 such blocks are cached."""
-
-_MARKS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
-"""File attributes that change with the content of a file, most reliable first."""
-
-
 def _mark(found: Mapping[str, Any]) -> str:
     return next((str(found[name]) for name in _MARKS if found.get(name) is not None), "")
-
-
-_READERS = {
-    ".csv": "scanpy.read_csv",
-    ".tsv": "scanpy.read_text",
-    ".txt": "scanpy.read_text",
-    ".mtx": "scanpy.read_10x_mtx",
-    ".loom": "anndata.io.read_loom",
-    ".h5": "scanpy.read_10x_h5",
-}
-"""A mapping from the extension of another file format to the function that reads it."""
 
 
 class ChunkReader(Protocol):

@@ -43,6 +43,51 @@ logger = logging.getLogger("scforge")
 LATER = {408, 425, 429, *range(500, 600)}
 """HTTP status codes for which a later request may succeed."""
 
+TRIES = 5
+"""Maximum number of attempts to read one piece."""
+
+FIRST_WAIT_S = 0.2
+"""Seconds before the second attempt; each further wait is twice as long."""
+
+TRY_S = 60.0
+"""Timeout of one attempt in seconds."""
+
+_CONNECT_S, _READ_S = 10, 30
+
+_FINAL = (
+    *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
+    *(KeyError, ValueError, TypeError, IndexError, AttributeError),
+)
+"""Errors that a retry does not fix."""
+
+_CODECS = {
+    *("adler32", "bitround", "blosc", "bytes", "bz2", "crc32", "crc32c", "delta", "endian", "fletcher32", "gzip"),
+    *("jenkins_lookup3", "lz4", "lzma", "packbits", "pcodec", "sharding_indexed", "shuffle", "transpose"),
+    *("vlen-bytes", "vlen-utf8", "zlib", "zstd"),
+}
+"""Zarr v2 and v3 codecs needed for numbers and text. Other codecs, e.g. pickle, can run code during decoding."""
+
+_MAY_NAME_CODECS = ("zarr.json", ".zarray", ".zmetadata")
+
+_NEEDED = re.compile(
+    r"(?:^|/)(?:(?:X|layers/[^/]+)/(?:data|indices|indptr)|(?:obs|var)/_?index(?:/values)?)/(?:c/)?\d+$"
+)
+"""Pattern of the chunks of sparse counts and of names. None consists of zeros or empty names, so that none is left out
+when an array is written."""
+
+_CHUNK = re.compile(r"(?:^|/)c(?:/\d+)*$")
+"""Pattern of the chunks of a zarr v3 array."""
+
+CHECKSUM = "scforge_sha256"
+"""Root attribute with the checksum of all metadata in the ``zarr.json`` of a store."""
+
+_FILES = (".h5ad", ".h5mu")
+
+_COLLECTION = "annbatch-preshuffled"
+
+ZARR_METADATA = ("zarr.json", ".zgroup", ".zattrs")
+"""Metadata files, at least one of which a zarr folder contains."""
+
 
 def refusal(error: BaseException) -> tuple[int, str] | None:
     """Return the HTTP status with which a server refused a request, and its meaning; None for other errors.
@@ -98,28 +143,6 @@ def _reading_error(error: Exception, what: str, how: str, fix: str) -> DataError
 def _status(error: BaseException) -> int | None:
     status = getattr(error, "status", None)
     return status if isinstance(status, int) else None
-
-
-TRIES = 5
-"""Maximum number of attempts to read one piece."""
-
-
-FIRST_WAIT_S = 0.2
-"""Seconds before the second attempt; each further wait is twice as long."""
-
-
-TRY_S = 60.0
-"""Timeout of one attempt in seconds."""
-
-
-_CONNECT_S, _READ_S = 10, 30
-
-
-_FINAL = (
-    *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
-    *(KeyError, ValueError, TypeError, IndexError, AttributeError),
-)
-"""Errors that a retry does not fix."""
 
 
 def without_query(url: str) -> str:
@@ -213,32 +236,6 @@ def persistent(file: Any, what: str) -> Any:
 
     blocks.fetcher = again
     return file
-
-
-_CODECS = {
-    *("adler32", "bitround", "blosc", "bytes", "bz2", "crc32", "crc32c", "delta", "endian", "fletcher32", "gzip"),
-    *("jenkins_lookup3", "lz4", "lzma", "packbits", "pcodec", "sharding_indexed", "shuffle", "transpose"),
-    *("vlen-bytes", "vlen-utf8", "zlib", "zstd"),
-}
-"""Zarr v2 and v3 codecs needed for numbers and text. Other codecs, e.g. pickle, can run code during decoding."""
-
-
-_MAY_NAME_CODECS = ("zarr.json", ".zarray", ".zmetadata")
-
-
-_NEEDED = re.compile(
-    r"(?:^|/)(?:(?:X|layers/[^/]+)/(?:data|indices|indptr)|(?:obs|var)/_?index(?:/values)?)/(?:c/)?\d+$"
-)
-"""Pattern of the chunks of sparse counts and of names. None consists of zeros or empty names, so that none is left out
-when an array is written."""
-
-
-_CHUNK = re.compile(r"(?:^|/)c(?:/\d+)*$")
-"""Pattern of the chunks of a zarr v3 array."""
-
-
-CHECKSUM = "scforge_sha256"
-"""Root attribute with the checksum of all metadata in the ``zarr.json`` of a store."""
 
 
 def metadata_checksum(document: Mapping[str, Any]) -> str:
@@ -379,16 +376,6 @@ def _codecs(node: Any) -> Iterator[str]:
     for below in (node.get("metadata"), consolidated.get("metadata")):
         for one in below.values() if isinstance(below, dict) else ():
             yield from _codecs(one)
-
-
-_FILES = (".h5ad", ".h5mu")
-
-
-_COLLECTION = "annbatch-preshuffled"
-
-
-ZARR_METADATA = ("zarr.json", ".zgroup", ".zattrs")
-"""Metadata files, at least one of which a zarr folder contains."""
 
 
 def file_system(place: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:

@@ -15,6 +15,25 @@ import numpy as np
 from scforge._checks import check_count, check_seed, check_share
 from scforge.errors import OptionError
 
+_STREAM = 0x5CA1AB1E
+"""Stream that separates the random numbers for draws from those for masks and views."""
+
+_PIECE = 1 << 20
+"""Number of cells that are weighted, compared or hashed at once, to limit memory."""
+
+_SEQUENCE, _WINDOW = 1, 2
+"""Seeds that separate the random order of chunks from the random order of cells within a window."""
+
+_WINDOW_CELLS = 4096
+"""Number of cells per window on disk: 16 chunks of 256 cells. Larger windows do not fit into the processor caches, and
+the cells of a store are in random order anyway."""
+
+_MAX_BUCKETS = 32
+"""Maximum number of batches sorted together by length in memory; enough to fill batches with one length."""
+
+_MIN_WINDOWS = 4
+"""Minimum number of length-sorted windows per epoch, so that batches differ between epochs."""
+
 
 @numba.njit(cache=True)
 def _hash(state):
@@ -162,13 +181,6 @@ def split_largest(ends: np.ndarray, n_batches: int) -> np.ndarray:
     return np.array(cut, dtype=np.int64)
 
 
-_STREAM = 0x5CA1AB1E
-"""Stream that separates the random numbers for draws from those for masks and views."""
-
-_PIECE = 1 << 20
-"""Number of cells that are weighted, compared or hashed at once, to limit memory."""
-
-
 class CellWeights:
     """Sample cells in proportion to nonnegative weights, shape (n,)."""
 
@@ -257,9 +269,6 @@ def _inverse(
     rough = (targets * ((2**16 - 1) / cumulated[-1])).astype(np.uint16)
     return np.searchsorted(cumulated, targets[np.argsort(rough, kind="stable")], side="right")
 
-
-_SEQUENCE, _WINDOW = 1, 2
-"""Seeds that separate the random order of chunks from the random order of cells within a window."""
 
 _Sequence = Callable[[int, int], np.ndarray]
 """Function from a range of the epoch's sequence to the cell indices in that range, from 0 to n - 1, int64."""
@@ -437,17 +446,6 @@ def _share_of(n_cells: int, rank: int, world_size: int) -> tuple[int, int]:
     least, extra = divmod(n_cells, world_size)
     start = rank * least + min(rank, extra)
     return start, start + least + (rank < extra)
-
-
-_WINDOW_CELLS = 4096
-"""Number of cells per window on disk: 16 chunks of 256 cells. Larger windows do not fit into the processor caches, and
-the cells of a store are in random order anyway."""
-
-_MAX_BUCKETS = 32
-"""Maximum number of batches sorted together by length in memory; enough to fill batches with one length."""
-
-_MIN_WINDOWS = 4
-"""Minimum number of length-sorted windows per epoch, so that batches differ between epochs."""
 
 
 class CellOrder:

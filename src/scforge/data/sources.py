@@ -46,6 +46,7 @@ from scforge.data.genes import (
     warn_counts_outside,
     warn_empty,
 )
+from scforge.data.joining import joined_obs
 from scforge.data.matrix import Matrix
 from scforge.data.paths import check_file, is_unfinished, is_url
 from scforge.data.readers import (
@@ -76,6 +77,12 @@ if TYPE_CHECKING:
     from scforge.data.readers import ChunkReader
 
 logger = logging.getLogger("scforge")
+
+AUTO = "auto"
+"""Value of `cache` to convert only data that do not fit into memory, into the user's cache."""
+
+_OF_STORE = {"name", "overlap", "counts_kept"}
+"""Keys that describe a source in a store, in addition to its fingerprint."""
 
 
 def _in_memory(
@@ -110,30 +117,6 @@ def _in_memory(
         vocab=vocab,
         obs=table,
     )
-
-
-def joined_obs(streams: Sequence[ChunkReader], columns: Sequence[str] | None) -> pd.DataFrame:
-    """Return the concatenated cell tables of all sources; a single table is returned unchanged.
-
-    With several sources, the categories of each column are merged, and duplicate cell names get the number of their
-    source. ``"scforge_source"`` is the source of each cell, if it is in `columns` or `columns` is None.
-    """
-    from scforge.data.conversion import check_columns, join_obs
-    from scforge.data.store import SOURCE
-
-    if len(streams) == 1:
-        table = streams[0].obs(columns)
-        check_columns(table, streams[0].name)
-        return table.copy(deep=False)
-    joined = join_obs(streams, None if columns is None else [column for column in columns if column != SOURCE])
-    return joined if columns is None else joined[list(columns)]
-
-
-AUTO = "auto"
-"""Value of `cache` to convert only data that do not fit into memory, into the user's cache."""
-
-_OF_STORE = {"name", "overlap", "counts_kept"}
-"""Keys that describe a source in a store, in addition to its fingerprint."""
 
 
 def store_of_large(

@@ -14,9 +14,10 @@ from scipy import sparse
 from scforge._checks import check_count
 from scforge._columns import texts_of
 from scforge._constants import TARGET_SUM
-from scforge.data.cells import CellBlock, CellSource, StreamingMedians
+from scforge.data.cells import CellBlock, CellSource
 from scforge.data.checks import check_obs_column, counts_of, gene_names, names_place, row_sums
 from scforge.data.genes import GeneMap, map_streams, sum_columns, warn_summed
+from scforge.data.medians import StreamingMedians
 from scforge.data.readers import AdataStream, ChunkReader, open_streams
 from scforge.data.vocab import FROM_DATA, GeneVocab, listed_names, open_vocab, strip_version
 from scforge.errors import DataError, OptionError, did_you_mean, listing, warn
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 _BINS, _MIN_OF_BIN = 20, 20
 """Number of bins of mean expression, and minimum number of genes in the merged bins of highest expression."""
+
+_PIECE = 4096
+"""Number of cells per block of an AnnData."""
 
 
 def select_genes(
@@ -318,10 +322,6 @@ def _blocks(streams: Sequence[ChunkReader], maps: Sequence[GeneMap]) -> Iterator
     for stream, gene_map in zip(streams, maps, strict=True):
         for _, chunk in stream.chunks():
             yield CellBlock.from_csr(gene_map.apply(chunk), row_sums(chunk))
-
-
-_PIECE = 4096
-"""Number of cells per block of an AnnData."""
 
 
 def gene_entropies(cells: CellSource) -> np.ndarray:

@@ -80,6 +80,19 @@ _FORMAT = 1
 _ENCODING = {"encoding-type": "annbatch-preshuffled", "encoding-version": "0.1.0"}
 _AGAIN = "copy the store again, or convert the data again"
 
+_STEP = 2**22
+"""Number of entries in memory at a time."""
+
+_SETTINGS: dict[str, Any] = {"threading.max_workers": max(1, (os.cpu_count() or 1) // 2)}
+"""Zarr settings: half of the cores decompress, and the other cores are left for tokenization."""
+
+_SAMPLED = 4096
+"""Number of cells sampled to estimate the fraction of counts outside a vocabulary."""
+
+_COMPLETE = "of each cell, each column and the metadata"
+
+_INCOMPLETE = "lacking for cells, columns and the metadata; only --verify finds all damage, or convert the data again"
+
 
 @checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="ignore"))
 class StoreInfo:
@@ -272,10 +285,6 @@ def write_root(
     file.write_text(json.dumps(document, indent=2), encoding="utf-8")
 
 
-_STEP = 2**22
-"""Number of entries in memory at a time."""
-
-
 def dataset_hash(indptr: Any, indices: Any, data: Any, obs: pd.DataFrame) -> str:
     """Return the SHA-256 hash of a dataset, which does not depend on how its arrays are compressed.
 
@@ -298,10 +307,6 @@ def dataset_hash(indptr: Any, indices: Any, data: Any, obs: pd.DataFrame) -> str
 def content_hash(vocab_hash: str, datasets: Iterable[str]) -> str:
     """Return the SHA-256 hash of a store, given the hashes of its vocabulary and its datasets."""
     return hashlib.sha256("".join([vocab_hash, *datasets]).encode()).hexdigest()
-
-
-_SETTINGS: dict[str, Any] = {"threading.max_workers": max(1, (os.cpu_count() or 1) // 2)}
-"""Zarr settings: half of the cores decompress, and the other cores are left for tokenization."""
 
 
 class _Store:
@@ -525,10 +530,6 @@ def _fitting(values: np.ndarray) -> np.ndarray:
     """Convert values to 32-bit integers if they fit."""
     fit = ((values == np.floor(values)) & (values < 2**32)).all()
     return values.astype(np.uint32) if fit else values
-
-
-_SAMPLED = 4096
-"""Number of cells sampled to estimate the fraction of counts outside a vocabulary."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -816,10 +817,6 @@ class StoreInspection:
                 f"{source['counts_kept']:.1%} of its counts; {self.sources[source['name']]}"
             )
         return "\n".join(lines)
-
-
-_COMPLETE = "of each cell, each column and the metadata"
-_INCOMPLETE = "lacking for cells, columns and the metadata; only --verify finds all damage, or convert the data again"
 
 
 def inspect_store(

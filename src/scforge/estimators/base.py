@@ -118,6 +118,9 @@ _OF_POSTERIOR = {
 }
 """A mapping from arguments of scvi-tools' and scanpy's functions to advice for ``get_latent_representation``."""
 
+_FOLLOWS = frozenset(("max_seq_len", "n_batches", "n_special"))
+"""Options of an architecture that follow from tokenizer, batches and vocabulary."""
+
 
 class _History(dict[str, pd.DataFrame]):
     """The scores of the epochs by name; for a name of scvi-tools, the error lists the names."""
@@ -162,10 +165,6 @@ class _Front(BaseModelMetaClass):
 
     def _lacks(cls, name: str) -> bool:
         return isinstance(inspect.getattr_static(cls, name, None), _Absent)
-
-
-_FOLLOWS = frozenset(("max_seq_len", "n_batches", "n_special"))
-"""Options of an architecture that follow from tokenizer, batches and vocabulary."""
 
 
 def _changed(options: Mapping[str, Any], owner: type, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:

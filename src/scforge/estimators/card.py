@@ -29,6 +29,19 @@ _MODEL = "scforge"
 _TITLE = re.compile(r"^(#+) ", re.MULTILINE)
 _TEMPLATE = Path(__file__).with_name("model_card.md")
 
+_UNKNOWN = "not stated"
+
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+_PIPELINES = {
+    None: "feature-extraction",
+    "integration": "feature-extraction",
+    "annotation": "tabular-classification",
+    "multi_label": "tabular-classification",
+    "regression": "tabular-regression",
+}
+"""A mapping from task to its name on the hub, which has no names for other tasks."""
+
 
 @dataclass(frozen=True)
 class Score:
@@ -232,18 +245,6 @@ class CardFacts:
             return TypeAdapter(cls).validate_python(content)
         except ValidationError as error:
             raise ModelFileError(f"the model card of {source!r} is invalid; copy the model again.") from error
-
-
-_UNKNOWN = "not stated"
-_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_PIPELINES = {
-    None: "feature-extraction",
-    "integration": "feature-extraction",
-    "annotation": "tabular-classification",
-    "multi_label": "tabular-classification",
-    "regression": "tabular-regression",
-}
-"""A mapping from task to its name on the hub, which has no names for other tasks."""
 
 
 def model_card(

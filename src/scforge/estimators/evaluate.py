@@ -43,6 +43,8 @@ _OPTIONS = {"gene_network": ["tfs", "targets"], "generation": ["labels_key", "n_
 
 _KEYS = ("labels_key", "batch_key", "groups_key")
 
+_UNTRAINED_NAME = "untrained"
+
 
 def evaluate_models(
     models: CellModel | Mapping[str, CellModel | Sequence[CellModel]],
@@ -410,9 +412,6 @@ def _explanations(models: Mapping[str, CellModel], adata: AnnData, obsm_keys: Se
         "sentences are corrected for their number (Holm), and 'worse' for the number of baselines; those in the tables "
         "are not.",
     ]
-
-
-_UNTRAINED_NAME = "untrained"
 
 
 def _networks(

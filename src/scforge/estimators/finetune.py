@@ -54,6 +54,17 @@ from scforge.training.predict import embed
 
 logger = logging.getLogger("scforge")
 
+_LEFT_OUT = ("self", "predictor", "adata", "key_added", "context")
+
+_OF_DATA = ("batch_size", "max_tokens_per_batch", "num_threads")
+
+_QUERY, _REFERENCE, _SIDE = "query", "reference", "scforge_side"
+
+_MOST = 20_000
+"""Maximum number of query cells, and of reference cells, for joint training in memory."""
+
+_CONFIG, _WEIGHTS = "adapter.json", "adapter.safetensors"
+
 
 def warn_of_undecided(unclear: np.ndarray) -> None:
     """Warn about cells that may have been used as training cells in fine-tuning."""
@@ -65,15 +76,9 @@ def warn_of_undecided(unclear: np.ndarray) -> None:
         )
 
 
-_LEFT_OUT = ("self", "predictor", "adata", "key_added", "context")
-
-
 def options_of(method: Any) -> list[str]:
     """Return the option names of a task method."""
     return [name for name in inspect.signature(method).parameters if name not in _LEFT_OUT]
-
-
-_OF_DATA = ("batch_size", "max_tokens_per_batch", "num_threads")
 
 
 def finetune(
@@ -266,11 +271,6 @@ def with_room(reference: CellModel, found: dict[str, Any]) -> CellModel:
     return model
 
 
-_QUERY, _REFERENCE, _SIDE = "query", "reference", "scforge_side"
-_MOST = 20_000
-"""Maximum number of query cells, and of reference cells, for joint training in memory."""
-
-
 def of_both(query: Cells, reference: Cells, pretraining: Any, key: str | None, seed: int) -> tuple[Any, Any]:
     """Return the concatenated query and reference cells, and the options of a decoder with all batches.
 
@@ -304,9 +304,6 @@ def of_both(query: Cells, reference: Cells, pretraining: Any, key: str | None, s
         obs=pd.DataFrame({batch_key: np.array([*parts[0], *parts[1]], dtype=object)}),
     )
     return both, {"batch_key": batch_key, "batches": [*known, *sorted({*parts[0], *parts[1]} - {*known})]}
-
-
-_CONFIG, _WEIGHTS = "adapter.json", "adapter.safetensors"
 
 
 def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrite: bool) -> None:

@@ -28,15 +28,28 @@ from scforge.insilico.screening import Perturbation
 from scforge.training.objectives.base import Objective
 from scforge.training.predict import embed
 
+_MAX_GENES = 2000
+
+_MIN_SHARE = 0.01
+
+_MAX_NAMES = 5
+
+USUAL_CELLS = 10_000
+"""Maximum number of cells from which usual counts are computed."""
+
+_HIGH_FDR = 0.1
+
+_CONTROLS = 100
+
+_MOST_CONTROLS = 0.5
+"""Maximum fraction of model genes used as controls for a gene, because other genes are too dissimilar."""
+
+
 type Source = AnnData | Cells | str | os.PathLike[str]
 """A source of cells."""
 
 type State = Mapping[str, Any] | tuple[str, Any]
 """An obs column and the value, or the list of values, that selects cells."""
-
-_MAX_GENES = 2000
-_MIN_SHARE = 0.01
-_MAX_NAMES = 5
 
 
 def gene_numbers(
@@ -183,15 +196,6 @@ def predicting(model: CellModel, adata: Source | None, seed: int) -> tuple[Sourc
     if model._backbone is not model.module:
         raise OptionError("the model was fine-tuned, but its decoder was not; use its base model.")
     return source, objective
-
-
-USUAL_CELLS = 10_000
-"""Maximum number of cells from which usual counts are computed."""
-
-_HIGH_FDR = 0.1
-_CONTROLS = 100
-_MOST_CONTROLS = 0.5
-"""Maximum fraction of model genes used as controls for a gene, because other genes are too dissimilar."""
 
 
 def untrained_embedder(model: CellModel, batch_size: int) -> Callable[[Cells], np.ndarray]:

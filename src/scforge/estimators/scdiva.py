@@ -30,6 +30,12 @@ if TYPE_CHECKING:
     from scforge.finetuning.base import Task
     from scforge.training.objectives.base import Objective
 
+_ARCHITECTURE = "scdiva"
+
+_EXPRESSION = "scforge_normalized"
+
+_UNCERTAINTY = "scforge_uncertainty"
+
 
 def labels_task(objective: Objective) -> Annotation | None:
     """Return an annotation task for the labels learned in pretraining, or None if no labels were learned."""
@@ -72,11 +78,6 @@ def _scale_of(library_size: float | str) -> float | None:
     if library_size == "log1p":
         return None
     return check_positive("library_size", library_size, hint="pass e.g. 1e4, or 'log1p'") / TARGET_SUM
-
-
-_ARCHITECTURE = "scdiva"
-_EXPRESSION = "scforge_normalized"
-_UNCERTAINTY = "scforge_uncertainty"
 
 
 class ScDiVa(Encoder):

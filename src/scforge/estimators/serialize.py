@@ -46,6 +46,10 @@ LANDMARKS, LABELED, BASE, CORRECTION = (f"{_OWN}{name}" for name in ("landmarks"
 _NUMBER = "$number"
 """Key for a number that JSON cannot represent, e.g. ``{"$number": "nan"}``."""
 
+_CONFIG, _VOCAB, _WEIGHTS, _CARD = "config.json", "vocab.json", "model.safetensors", "README.md"
+
+_SPLIT, ADATA = "split.safetensors", "adata.h5ad"
+
 
 class _Part(BaseModel):
     """An architecture, a tokenizer, an objective or a task, with its options."""
@@ -221,10 +225,6 @@ def load_weights(
         problem = "; ".join(f"{what} {listing(names, most=3)}" for what, names in differing.items() if names)
     if problem:
         raise ModelFileError(f"the weights in {source!r} do not match the architecture in its config: {problem}.")
-
-
-_CONFIG, _VOCAB, _WEIGHTS, _CARD = "config.json", "vocab.json", "model.safetensors", "README.md"
-_SPLIT, ADATA = "split.safetensors", "adata.h5ad"
 
 
 def write_folder(

@@ -22,6 +22,11 @@ from scforge.errors import DataError, OptionError
 from scforge.models.registry import MODELS
 from scforge.training.datamodule import CellDataModule
 
+LAST = "_scvi_scforge_modality"
+"""Key in ``mdata.uns`` for the modality that was set up last."""
+
+_PLACES = {"Encoder": "scforge.estimators.encoder", "ScDiVa": "scforge.estimators.scdiva"}
+
 
 class GeneField(LayerField):
     """Raw counts with gene names. Genes are matched by name, so data sets may have different genes.
@@ -110,10 +115,6 @@ def check_setup_keys(adata: AnnData, setup: dict[str, Any], front: str) -> None:
             check_known(argument, setup[argument], table, where, fix=fix)
 
 
-LAST = "_scvi_scforge_modality"
-"""Key in ``mdata.uns`` for the modality that was set up last."""
-
-
 def shared(mdata: MuData, modality: str) -> Any:
     """Return the obs columns shared by all modalities, for the cells of one modality."""
     adata = mdata.mod[modality]
@@ -158,9 +159,6 @@ def datamodule_registry(
         raise OptionError(f"datamodule is of type {type(data).__name__!r}; pass a scforge.training.CellDataModule.")
     setup = {"layer": None, "gene_key": None, "batch_key": data.batch_key, "labels_key": data.labels_key}
     return bare_registry(model, setup) if registry is None else registry
-
-
-_PLACES = {"Encoder": "scforge.estimators.encoder", "ScDiVa": "scforge.estimators.scdiva"}
 
 
 def class_named(name: str) -> Any:

@@ -51,6 +51,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("scforge")
 
+_TAKEN = frozenset(
+    ("adata", "architecture", "datamodule", "keep_genes", "n_top_genes", "name", "objective", "registry", "seed")
+) | {"tokenizer", "tuning", "vocab", "vocab_size"}
+"""Names that cannot be options of an architecture, because ``Encoder`` or the description uses them."""
+
+SAMPLED_CELLS = 100_000
+"""Maximum number of training cells, sampled at random, from which genes are chosen in memory."""
+
+_MIXED = 0.1
+"""Minimum fraction of genes of each species in mixed data; in data of one species, the other is below 0.02."""
+
+_OF_FILES = ("source_file", SOURCE)
+"""Columns of obs in which ``read_h5ad`` and ``open_cells`` write the file of each cell."""
+
+_CELLS_OF_BATCHES = 50_000
+"""Number of cells from which it is judged which genes the batches measure."""
+
 
 @dataclass(frozen=True)
 class ArchitectureDefaults:
@@ -221,12 +238,6 @@ def check_freeze(freeze: bool | int, lora: Any, gradual_unfreezing: int | None) 
         raise OptionError(f"freeze={freeze!r} has no effect with lora={lora!r}, which freezes the encoder; omit it.")
     if gradual_unfreezing is not None and frozen:
         raise OptionError(f"gradual_unfreezing unfreezes layers that {frozen} keeps frozen; remove one of the two.")
-
-
-_TAKEN = frozenset(
-    ("adata", "architecture", "datamodule", "keep_genes", "n_top_genes", "name", "objective", "registry", "seed")
-) | {"tokenizer", "tuning", "vocab", "vocab_size"}
-"""Names that cannot be options of an architecture, because ``Encoder`` or the description uses them."""
 
 
 def named_options(argument: str, value: str | dict[str, Any] | None, default: str) -> tuple[str, dict[str, Any]]:
@@ -493,13 +504,6 @@ def _check_expression_head(
         raise OptionError(f"{of} requires a head that predicts values; pass expression_head={fitting}.")
 
 
-SAMPLED_CELLS = 100_000
-"""Maximum number of training cells, sampled at random, from which genes are chosen in memory."""
-
-_MIXED = 0.1
-"""Minimum fraction of genes of each species in mixed data; in data of one species, the other is below 0.02."""
-
-
 def needed_statistics(tokenizer: str, options: dict[str, Any]) -> frozenset[str]:
     """Return the vocabulary fields that a tokenizer with these options needs for each gene."""
     cls = TOKENIZERS.get(tokenizer)
@@ -603,13 +607,6 @@ def vocab_of_cells(
         return cells.with_vocab(made).sample(SAMPLED_CELLS, rows=data.train_rows, seed=data.seed)
 
     return _with_statistics(made, needed, sampled), bool(lacking.any())
-
-
-_OF_FILES = ("source_file", SOURCE)
-"""Columns of obs in which ``read_h5ad`` and ``open_cells`` write the file of each cell."""
-
-_CELLS_OF_BATCHES = 50_000
-"""Number of cells from which it is judged which genes the batches measure."""
 
 
 def _batches_of(cells: Cells, batch_key: str | None) -> dict[str, pd.Series]:

@@ -27,6 +27,7 @@ from scforge._registry import check_options
 from scforge.errors import OptionError, TrainingError, first_line, spelled
 from scforge.estimators.serialize import StoredModel, load_weights, read_folder
 from scforge.estimators.spec import SAMPLED_CELLS
+from scforge.training.autotune import choose_precision, find_batch_size
 from scforge.training.checkpoint import (
     OF_DATA,
     SaveOptions,
@@ -35,7 +36,7 @@ from scforge.training.checkpoint import (
 )
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import compiled, gradient_checkpointing, n_processes, root_device
-from scforge.training.fitting import FitResult, SaveBest, choose_precision, default_max_epochs, find_batch_size, fit
+from scforge.training.fitting import FitResult, SaveBest, default_max_epochs, fit
 from scforge.training.options import TrainOptions
 from scforge.training.plan import NotFiniteError, TrainingPlan
 from scforge.training.run_folder import RunFolder, check_state, read_state, write_state
@@ -65,10 +66,6 @@ _NOT_RESUMED = {"limit_train_batches": None, "val_check_interval": 1.0, "overfit
 _MAX_LENGTH = 200
 """Maximum length of a setting in characters; for longer settings, a checksum is saved instead."""
 
-type _Found = tuple[Path, dict[str, Any], StoredModel]
-"""The folder of a checkpoint, its training state, and the content of its model."""
-
-
 _OF_OTHERS = {
     "use_gpu": "pass accelerator='gpu' or accelerator='cpu'",
     "learning_rate": "pass lr",
@@ -82,6 +79,13 @@ _OF_OTHERS = {
     "num_sanity_val_steps": "scforge runs no sanity checks of this kind, so omit num_sanity_val_steps",
 }
 """A mapping from arguments of scvi-tools and Lightning to advice for scforge."""
+
+_ADDED = {"alignment": 0.0, "labels_key": None, "labels": None, "labels_weight": 0.02}
+"""Options of the default objective that scforge 0.1.0 does not have, with the values that train as it does."""
+
+
+type _Found = tuple[Path, dict[str, Any], StoredModel]
+"""The folder of a checkpoint, its training state, and the content of its model."""
 
 
 def train_options(
@@ -371,10 +375,6 @@ def _sha256(*parts: Any) -> str:
     for part in parts:
         digest.update(np.ascontiguousarray(part) if isinstance(part, np.ndarray) else part)
     return digest.hexdigest()
-
-
-_ADDED = {"alignment": 0.0, "labels_key": None, "labels": None, "labels_weight": 0.02}
-"""Options of the default objective that scforge 0.1.0 does not have, with the values that train as it does."""
 
 
 def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,33 @@ KEYS = ("labels_key", "batch_key", "groups_key")
 MIN_GROUPS = 4
 """Minimum number of groups for intervals, because fewer groups do not show how groups differ."""
 
+BENCHMARKS: Registry[type[Benchmark]] = Registry(
+    "benchmark",
+    group="scforge.benchmarks",
+    base="scforge.eval.Benchmark",
+    members=("metrics",),
+    builtin={
+        "batch_integration": "scforge.eval.scib",
+        "cell_type_annotation": "scforge.eval.label_prediction",
+        "cell_type_probe": "scforge.eval.label_prediction",
+        "cz_batch_integration": "scforge.eval.cz_benchmarks",
+        "cz_clustering": "scforge.eval.cz_benchmarks",
+        "cz_embedding": "scforge.eval.cz_benchmarks",
+        "cz_label_prediction": "scforge.eval.cz_benchmarks",
+        "cz_sequential_organization": "scforge.eval.cz_benchmarks",
+        "gene_network": "scforge.eval.networks",
+        "generation": "scforge.eval.generation",
+        "geometry": "scforge.eval.label_prediction",
+        "label_prediction": "scforge.eval.label_prediction",
+        "rank_reconstruction": "scforge.eval.rank_reconstruction",
+        "perturbation_prediction": "scforge.eval.perturbation",
+        "scib": "scforge.eval.scib",
+    },
+)
+
+HELD_OUT = "held_out"
+"""Name of the cells that a data module keeps for validation."""
+
 
 def has_enough_groups(groups_key: str, n_groups: int) -> bool:
     """Return whether there are enough groups for intervals, and warn if not."""
@@ -265,30 +292,6 @@ def check_column(argument: str, key: str, obs: pd.DataFrame) -> None:
         raise DataError(f"{argument}={key!r} is not a column of obs{suggest(key, columns, 'available')}")
 
 
-BENCHMARKS: Registry[type[Benchmark]] = Registry(
-    "benchmark",
-    group="scforge.benchmarks",
-    base="scforge.eval.Benchmark",
-    members=("metrics",),
-    builtin={
-        "batch_integration": "scforge.eval.scib",
-        "cell_type_annotation": "scforge.eval.label_prediction",
-        "cell_type_probe": "scforge.eval.label_prediction",
-        "cz_batch_integration": "scforge.eval.cz_benchmarks",
-        "cz_clustering": "scforge.eval.cz_benchmarks",
-        "cz_embedding": "scforge.eval.cz_benchmarks",
-        "cz_label_prediction": "scforge.eval.cz_benchmarks",
-        "cz_sequential_organization": "scforge.eval.cz_benchmarks",
-        "gene_network": "scforge.eval.networks",
-        "generation": "scforge.eval.generation",
-        "geometry": "scforge.eval.label_prediction",
-        "label_prediction": "scforge.eval.label_prediction",
-        "rank_reconstruction": "scforge.eval.rank_reconstruction",
-        "perturbation_prediction": "scforge.eval.perturbation",
-        "scib": "scforge.eval.scib",
-    },
-)
-
 register_benchmark, list_benchmarks = BENCHMARKS.register, BENCHMARKS.names
 
 
@@ -352,10 +355,6 @@ def check_has_metrics(benchmark: Benchmark) -> None:
 def title_of(benchmark: Benchmark) -> str:
     """Return the registered name of a benchmark, or the name of its class."""
     return BENCHMARKS.name_of(type(benchmark)) or type(benchmark).__name__
-
-
-HELD_OUT = "held_out"
-"""Name of the cells that a data module keeps for validation."""
 
 
 @dataclass(frozen=True)

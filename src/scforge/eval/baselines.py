@@ -38,6 +38,28 @@ if TYPE_CHECKING:
 _MIN_CELLS = 3
 """Minimum number of cells that express a gene."""
 
+BASELINES = ("hvg", "pca", "pca_scaled", "harmony", "scvi", "random")
+
+_SHARE, _BATCH_SIZE, _MAX_EPOCHS = 0.9, 128, 400
+"""Training fraction, batch size and maximum number of epochs for scVI (its defaults)."""
+
+_PATIENCE = 15
+"""Number of epochs without a better held-out ELBO after which scVI stops; the default of scvi-tools is 45."""
+
+_SECONDS_BETWEEN = 15
+"""Seconds between two scVI progress messages."""
+
+_WARM_UP = 50
+"""Number of KL warm-up epochs of scVI. The default of 400 is longer than the training."""
+
+_MAX_FITTED = 50_000
+"""Maximum number of training cells for the baselines."""
+
+_N_NEIGHBORS = 15
+
+_RIDGE = np.logspace(-2, 4, 13)
+"""Candidate penalties for ridge regression, selected by leave-one-out cross-validation on the training cells."""
+
 
 def pca_embedding(
     adata: AnnData,
@@ -149,17 +171,6 @@ def variable_genes(
 def _batches(adata: AnnData, key: str) -> np.ndarray:
     """Return the batch of each cell as text, "nan" if it is missing, shape (N,)."""
     return np.asarray(texts_of(adata.obs[key], key=key, argument="batch_key"), dtype=object).astype(str)
-
-
-BASELINES = ("hvg", "pca", "pca_scaled", "harmony", "scvi", "random")
-_SHARE, _BATCH_SIZE, _MAX_EPOCHS = 0.9, 128, 400
-"""Training fraction, batch size and maximum number of epochs for scVI (its defaults)."""
-_PATIENCE = 15
-"""Number of epochs without a better held-out ELBO after which scVI stops; the default of scvi-tools is 45."""
-_SECONDS_BETWEEN = 15
-"""Seconds between two scVI progress messages."""
-_WARM_UP = 50
-"""Number of KL warm-up epochs of scVI. The default of 400 is longer than the training."""
 
 
 def embedding_baselines(
@@ -421,13 +432,6 @@ def quiet(*names: str) -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-_MAX_FITTED = 50_000
-"""Maximum number of training cells for the baselines."""
-_N_NEIGHBORS = 15
-_RIDGE = np.logspace(-2, 4, 13)
-"""Candidate penalties for ridge regression, selected by leave-one-out cross-validation on the training cells."""
 
 
 @dataclass(frozen=True)

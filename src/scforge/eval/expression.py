@@ -33,6 +33,17 @@ _MAX_RATIO = 1.2
 _SAME_TOTAL = 1e-3
 """Maximum variation of totals in cells normalized to the same total; totals over some of the genes vary more."""
 
+_MIN_CELLS = 3
+
+_MAX = 10.0
+"""Standard deviations above the mean at which scaled values are clipped, as in the scanpy and CellTypist tutorials."""
+
+_PIECE = 1 << 14
+"""Number of cells that are read at once, to limit memory."""
+
+_BLOCK = 4096
+"""Number of cells that are read at once."""
+
 
 def log_normalized(
     adata: AnnData, layer: str | None = None, *, argument: str = "adata", made: bool = False
@@ -129,14 +140,6 @@ def totals_of(logs: sparse.csr_matrix) -> np.ndarray:
     return np.asarray(logs.astype(np.float64).expm1().sum(axis=1)).ravel()
 
 
-_MIN_CELLS = 3
-_MAX = 10.0
-"""Standard deviations above the mean at which scaled values are clipped, as in the scanpy and CellTypist tutorials."""
-
-_PIECE = 1 << 14
-"""Number of cells that are read at once, to limit memory."""
-
-
 def log_expression(cells: Cells, rows: np.ndarray | None = None) -> sparse.csr_matrix:
     """Return log1p CP10K of cells over the genes of their vocabulary, CSR, float32, shape (N, G).
 
@@ -219,10 +222,6 @@ class ExpressionSpace:
     def components(self, expression: sparse.csr_matrix) -> np.ndarray:
         """Return the principal components of cells, float32, shape (N, D)."""
         return np.asarray(self.pca.transform(self.scaled(expression)), dtype=np.float32)
-
-
-_BLOCK = 4096
-"""Number of cells that are read at once."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,29 @@ if TYPE_CHECKING:
 MIN_CELLS = 20
 _ROUNDING = 1e-12
 
+_MIN_GENES_OF_A_CELL = 10
+"""Minimum number of expressed genes; cells with fewer genes may equal another cell by chance."""
+
+_TELLING_SHARE = 0.01
+"""Maximum fraction of cells that may be equal by chance."""
+
+_DECIMALS = 3
+
+_SAME = 1e-4
+
+_MIN_ROWS = 5
+
+_BLOCK = 512
+
+SAME_CELL = "have exactly the same expression as a training cell"
+
+CEILING = "training cells"
+
+_MIN_GENES = 10
+
+_MISSING = 0.01
+"""Maximum fraction of counts in missing genes at which totals are still accurate enough."""
+
 
 def mark_of(made: AnnData | pd.DataFrame | str) -> Any:
     """Return a fingerprint of cells or effects, or None if there is none."""
@@ -317,18 +340,6 @@ def _correlations(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.where(lengths > 0, (one * other).sum(axis=1) / np.where(lengths > 0, lengths, 1.0), np.nan)
 
 
-_MIN_GENES_OF_A_CELL = 10
-"""Minimum number of expressed genes; cells with fewer genes may equal another cell by chance."""
-
-_TELLING_SHARE = 0.01
-"""Maximum fraction of cells that may be equal by chance."""
-
-_DECIMALS = 3
-_SAME = 1e-4
-_MIN_ROWS = 5
-_BLOCK = 512
-
-
 def check_disjoint(train: Iterable[object] | AnnData, test: Iterable[object] | AnnData, *, what: str = "cells") -> None:
     """Raise an error if training and test data overlap.
 
@@ -368,9 +379,6 @@ def check_disjoint(train: Iterable[object] | AnnData, test: Iterable[object] | A
             sparse.csr_matrix(some.X, dtype=np.float32)[:, some.var_names.get_indexer(genes)] for some in (train, test)
         )
         check_copies(copied_rows(other, one), f"test {what} {SAME_CELL}")
-
-
-SAME_CELL = "have exactly the same expression as a training cell"
 
 
 def check_copies(same: np.ndarray, what: str) -> None:
@@ -531,13 +539,6 @@ def compare_beside(
     if ceiling is not None:
         told[ceiling] = "ceiling"
     return compare(benchmark, {**made, **baselines}, reference, kinds=told, **options)
-
-
-CEILING = "training cells"
-_MIN_GENES = 10
-
-_MISSING = 0.01
-"""Maximum fraction of counts in missing genes at which totals are still accurate enough."""
 
 
 def generation_baselines(

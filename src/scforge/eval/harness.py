@@ -32,6 +32,19 @@ from scforge.eval.report import KINDS, Kind, Measured, Report, Row, compare_pair
 if TYPE_CHECKING:
     from anndata import AnnData
 
+_BASELINES = (15, 50)
+
+_PACKAGES = ("scforge", "scanpy", "scikit-learn", "scib-metrics", "scvi-tools")
+
+_TITLES = {
+    "hvg": "variable genes",
+    "pca": "PCA",
+    "pca_scaled": "PCA of scaled genes",
+    "harmony": "Harmony",
+    "scvi": "scVI",
+    "random": "random numbers",
+}
+
 
 class Replicates(tuple[Any, ...]):
     """Results of several runs of a method, e.g. with different seeds, averaged in one row."""
@@ -155,18 +168,6 @@ def _best(
     values = {method: found.get(metric, np.nan) for method, found in means.items() if kinds[method] == "baseline"}
     values = {method: value for method, value in values.items() if np.isfinite(value)}
     return max(values, key=lambda method: measured.sign(metric) * values[method], default=None)
-
-
-_BASELINES = (15, 50)
-_PACKAGES = ("scforge", "scanpy", "scikit-learn", "scib-metrics", "scvi-tools")
-_TITLES = {
-    "hvg": "variable genes",
-    "pca": "PCA",
-    "pca_scaled": "PCA of scaled genes",
-    "harmony": "Harmony",
-    "scvi": "scVI",
-    "random": "random numbers",
-}
 
 
 def evaluate(

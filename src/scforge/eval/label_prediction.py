@@ -20,6 +20,11 @@ _MAX_DUPLICATES = 0.01
 _MAX_CACHED = 64
 """Number of embeddings whose predictions are cached."""
 
+_CONSTANT = 1e-6
+"""Threshold for constant dimensions: standard deviation divided by the root mean square of all values."""
+
+_MIN_RANK, _MAX_COSINE, _MAX_CONSTANT = 2.0, 0.99, 0.9
+
 
 def check_embedding(embedding: np.ndarray, n_cells: int, name: str = "the embedding") -> np.ndarray:
     """Return an embedding as floats, shape (N, D). Raises :class:`~scforge.errors.DataError` if it is invalid.
@@ -361,11 +366,6 @@ class CellTypeAnnotation(CellTypeProbe):
 
     _scores = {"macro_f1": ("knn", "macro_f1"), "accuracy": ("knn", "accuracy")}
     metrics = tuple(_scores)
-
-
-_CONSTANT = 1e-6
-"""Threshold for constant dimensions: standard deviation divided by the root mean square of all values."""
-_MIN_RANK, _MAX_COSINE, _MAX_CONSTANT = 2.0, 0.99, 0.9
 
 
 @register_benchmark("geometry")

@@ -32,6 +32,24 @@ _MAX_PAIRS = 100_000_000
 
 _MEASURES = ("cosine", "correlation", "dot")
 
+_MODES = {"activation": 1.0, "repression": -1.0, "unknown": np.nan}
+
+_SOURCES = ("source", "tf", "regulator", "gene1", "transcription_factor")
+
+_TARGETS = ("target", "gene", "gene2", "target_gene")
+
+_CHIP_ATLAS = re.compile(r"(?P<tf>.+)\|Average", re.IGNORECASE)
+
+_BEST = {"sign": "mean", "weight": "max", "confidence": "min"}
+
+NETWORK_BASELINES = ("pearson", "spearman", "mean_expression", "degree", "in_degree", "random")
+
+_N_FOLDS = 5
+"""Number of cross-fitting folds, in which degrees are counted without the scored edges."""
+
+_N_RANDOM = 3
+"""Number of random scores, each a separate method."""
+
 
 def edges_from_embeddings(
     embeddings: pd.DataFrame,
@@ -290,13 +308,6 @@ def _of_pairs(table: pd.DataFrame, tfs: Sequence[str] | None) -> pd.DataFrame:
         rest = np.abs(shifts - design @ sparse.linalg.lsqr(design, shifts, atol=1e-12, btol=1e-12)[0])
         found[first, second] = np.fmax(found[first, second], rest)
     return edges_from_matrix(np.fmax(found, found.T), names, tfs=tfs)
-
-
-_MODES = {"activation": 1.0, "repression": -1.0, "unknown": np.nan}
-_SOURCES = ("source", "tf", "regulator", "gene1", "transcription_factor")
-_TARGETS = ("target", "gene", "gene2", "target_gene")
-_CHIP_ATLAS = re.compile(r"(?P<tf>.+)\|Average", re.IGNORECASE)
-_BEST = {"sign": "mean", "weight": "max", "confidence": "min"}
 
 
 def read_network(
@@ -708,13 +719,6 @@ def _places(names: pd.Series, index: pd.Index) -> np.ndarray:
         names = names.astype("category")
     of_categories = index.get_indexer(pd.Index(names.cat.categories.astype(str)))
     return of_categories[names.cat.codes.to_numpy()]
-
-
-NETWORK_BASELINES = ("pearson", "spearman", "mean_expression", "degree", "in_degree", "random")
-_N_FOLDS = 5
-"""Number of cross-fitting folds, in which degrees are counted without the scored edges."""
-_N_RANDOM = 3
-"""Number of random scores, each a separate method."""
 
 
 def network_baselines(

@@ -59,6 +59,26 @@ BANDS = (N_COMPONENTS, 20, 50)
 TECHNICAL_DUPLICATE = "technical_duplicate"
 """Name of the technical duplicate, the best score that noise from the limited number of cells allows."""
 
+BASE = 100.0
+"""Prior variance of the shared part of all effects. It is large, so that predictions shrink toward the mean."""
+
+_PENALTIES = (1000.0, 100.0, 10.0, 1.0, 0.1, 0.01)
+
+_SCALES = (0.0, 0.1, 1.0, 10.0)
+
+_MAX_COMPARED = 512
+"""Maximum number of effects used to choose scales and the penalty; with more effects, blocks are sampled."""
+
+_SWEEPS = 2
+
+_N_VARIABLE = 2_000
+
+_MAX_FITTED = 20_000
+
+_CALIBRATED = ("pearson_delta", "wmse")
+
+_FEW_GENES = 0.5
+
 
 @dataclass(frozen=True)
 class KnownEffects:
@@ -285,17 +305,6 @@ def linear_baseline(
     return found
 
 
-BASE = 100.0
-"""Prior variance of the shared part of all effects. It is large, so that predictions shrink toward the mean."""
-
-_PENALTIES = (1000.0, 100.0, 10.0, 1.0, 0.1, 0.01)
-_SCALES = (0.0, 0.1, 1.0, 10.0)
-_MAX_COMPARED = 512
-"""Maximum number of effects used to choose scales and the penalty; with more effects, blocks are sampled."""
-
-_SWEEPS = 2
-
-
 def choose_scales(
     fixed: np.ndarray, kernels: Sequence[np.ndarray], noise: np.ndarray, scores: np.ndarray, blocks: np.ndarray
 ) -> tuple[list[float], float]:
@@ -500,10 +509,6 @@ def _nearest(
     return known.deltas[rows[int(np.argmax(similar))]]
 
 
-_N_VARIABLE = 2_000
-_MAX_FITTED = 20_000
-
-
 class CellSpace:
     """Principal components of the most variable genes, in which an effect on the mean is a shift.
 
@@ -669,9 +674,6 @@ def known_effects(train: PerturbedCells, contexts: set[str]) -> KnownEffects:
 
 def _some(rows: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
     return rows if len(rows) <= most else np.sort(rng.permutation(rows)[:most])
-
-
-_CALIBRATED = ("pearson_delta", "wmse")
 
 
 def _mark_of(made: AnnData | PerturbedCells | pd.DataFrame | str) -> Any:
@@ -922,9 +924,6 @@ def _weighted(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
     total = weights @ known
     sums = weights @ np.where(known, values, 0.0)
     return np.divide(sums, total, out=np.full(sums.shape, np.nan), where=total > 0)
-
-
-_FEW_GENES = 0.5
 
 
 def evaluate_perturbations(

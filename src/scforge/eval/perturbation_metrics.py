@@ -35,6 +35,35 @@ if TYPE_CHECKING:
 DISCRIMINATION = {"l1": "cityblock", "l2": "euclidean", "cosine": "cosine"}
 """Mapping from distances to their names in SciPy."""
 
+METRICS = {
+    "pearson_delta": True,
+    "pearson_delta_top20": True,
+    "cosine": True,
+    "mse": False,
+    "mae": False,
+    "wmse": False,
+    "weighted_r2_delta": True,
+    "direction_accuracy": True,
+    "de_overlap": True,
+    "rank": False,
+    "rank_in_screen": False,
+}
+"""Mapping from metrics to whether higher is better."""
+
+TOP_GENES = 20
+
+FEW_EFFECTS = 10
+"""Minimum number of held-out effects; with fewer, `rank` has too few values, and intervals are unreliable."""
+
+_NOISE = 2.0
+"""Factor by which weights that grow with the noise of a measured effect amplify this noise."""
+
+_N_SPLITS = 5
+"""Number of splits into halves; scores are averaged over them."""
+
+ALL = "all"
+"""Name of the context if there is only one."""
+
 
 def discrimination_scores(
     predicted: np.ndarray,
@@ -119,27 +148,6 @@ def own_genes(targets: list[tuple[str, ...]], genes: np.ndarray) -> np.ndarray:
     return found
 
 
-METRICS = {
-    "pearson_delta": True,
-    "pearson_delta_top20": True,
-    "cosine": True,
-    "mse": False,
-    "mae": False,
-    "wmse": False,
-    "weighted_r2_delta": True,
-    "direction_accuracy": True,
-    "de_overlap": True,
-    "rank": False,
-    "rank_in_screen": False,
-}
-"""Mapping from metrics to whether higher is better."""
-
-TOP_GENES = 20
-
-FEW_EFFECTS = 10
-"""Minimum number of held-out effects; with fewer, `rank` has too few values, and intervals are unreliable."""
-
-
 def warn_of_few(n_effects: int) -> None:
     """Warn if too few effects are scored to compare methods."""
     if n_effects < FEW_EFFECTS:
@@ -147,10 +155,6 @@ def warn_of_few(n_effects: int) -> None:
             f"Only {n_effects} held-out effects are scored, fewer than {FEW_EFFECTS}: 'rank' and intervals are "
             "unreliable; hold out more effects, or pool the tables of several folds."
         )
-
-
-_NOISE = 2.0
-"""Factor by which weights that grow with the noise of a measured effect amplify this noise."""
 
 
 def de_weights(scores: np.ndarray) -> np.ndarray:
@@ -330,10 +334,6 @@ def _centered(values: np.ndarray) -> np.ndarray:
     return centered
 
 
-_N_SPLITS = 5
-"""Number of splits into halves; scores are averaged over them."""
-
-
 def technical_duplicate(
     expression: sparse.csr_matrix,
     groups: np.ndarray,
@@ -458,10 +458,6 @@ def comparable(effects: pd.DataFrame, ceiling: str) -> pd.DataFrame:
     keys = pd.MultiIndex.from_frame(effects[["perturbation", "context"]])
     scored = (effects["method"] == ceiling).to_numpy() & effects[columns].notna().any(axis=1).to_numpy()
     return effects[keys.isin(keys[scored])]
-
-
-ALL = "all"
-"""Name of the context if there is only one."""
 
 
 class Effect(NamedTuple):

@@ -33,6 +33,26 @@ if TYPE_CHECKING:
 _ENOUGH = 100
 """Minimum number of draws for percentile intervals instead of a t distribution."""
 
+KINDS: tuple[Kind, ...] = ("model", "supervised", "untrained", "baseline", "ceiling")
+"""Kinds of rows, in table order."""
+
+_ALPHA = 0.05
+
+_WIDTH = 100
+"""Number of characters per line in a terminal."""
+
+# Colors that a light and a dark notebook can show.
+_STYLE = """
+.scforge-report { font: 0.95em/1.45 system-ui, sans-serif; }
+.scforge-report h2 { font-size: 1.1em; margin: 1em 0 0.3em; }
+.scforge-report table { border-collapse: collapse; display: block; overflow-x: auto; font-size: 0.9em; }
+.scforge-report th, .scforge-report td { padding: 0.2em 0.6em; text-align: right; white-space: nowrap; }
+.scforge-report th:nth-child(-n+2), .scforge-report td:nth-child(-n+2) { text-align: left; }
+.scforge-report table tr { background: none; border-bottom: 1px solid rgba(128, 128, 128, 0.3); }
+.scforge-report table tr.model td { background: rgba(0, 114, 178, 0.12); }
+.scforge-report .best { font-weight: bold; } .scforge-report img { max-width: 100%; }
+"""
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -185,12 +205,6 @@ def bootstrap_weights(n_rows: int, n: int, *, seed: int, groups: np.ndarray | No
 
 
 Kind = Literal["model", "supervised", "untrained", "baseline", "ceiling"]
-KINDS: tuple[Kind, ...] = ("model", "supervised", "untrained", "baseline", "ceiling")
-"""Kinds of rows, in table order."""
-
-_ALPHA = 0.05
-_WIDTH = 100
-"""Number of characters per line in a terminal."""
 
 
 @dataclass(frozen=True)
@@ -551,19 +565,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-# Colors that a light and a dark notebook can show.
-_STYLE = """
-.scforge-report { font: 0.95em/1.45 system-ui, sans-serif; }
-.scforge-report h2 { font-size: 1.1em; margin: 1em 0 0.3em; }
-.scforge-report table { border-collapse: collapse; display: block; overflow-x: auto; font-size: 0.9em; }
-.scforge-report th, .scforge-report td { padding: 0.2em 0.6em; text-align: right; white-space: nowrap; }
-.scforge-report th:nth-child(-n+2), .scforge-report td:nth-child(-n+2) { text-align: left; }
-.scforge-report table tr { background: none; border-bottom: 1px solid rgba(128, 128, 128, 0.3); }
-.scforge-report table tr.model td { background: rgba(0, 114, 178, 0.12); }
-.scforge-report .best { font-weight: bold; } .scforge-report img { max-width: 100%; }
-"""
 
 
 def to_markdown(report: Report) -> str:

@@ -52,6 +52,14 @@ BIO = tuple(name for name in _BIO.values() if "leiden" not in name)
 BATCH = ("bras", "ilisi_knn", "graph_connectivity")
 _BIO_WEIGHT = 0.6
 
+_WIDEST = 90
+"""Number of neighbors of a cell, including the cell itself, in the scib-metrics benchmark."""
+
+_DRAWN = 1_000
+"""Maximum number of cells for a resampled score, whose cost grows quadratically."""
+
+NEIGHBORS = ("exact", "pynndescent")
+
 
 @register_benchmark("batch_integration")
 class BatchIntegration(Benchmark):
@@ -186,13 +194,6 @@ def integration_scores(
     batch = float(np.mean([figures[name] for name in BATCH]))
     total = _BIO_WEIGHT * bio + (1 - _BIO_WEIGHT) * batch
     return {"bio": bio, "batch": batch, "total": total, **{name: figures[name] for name in (*BIO, *BATCH)}}
-
-
-_WIDEST = 90
-"""Number of neighbors of a cell, including the cell itself, in the scib-metrics benchmark."""
-_DRAWN = 1_000
-"""Maximum number of cells for a resampled score, whose cost grows quadratically."""
-NEIGHBORS = ("exact", "pynndescent")
 
 
 @register_benchmark("scib")

@@ -24,6 +24,24 @@ from scforge.tokenizers.base import TokenBatch, Tokenizer
 from scforge.training.objectives.base import Objective, TrainingDefaults
 from scforge.training.predict import run_over
 
+FROZEN = "frozen_embedding"
+"""Name of the baseline that is trained on the embedding of the model before fine-tuning."""
+
+TASKS: Registry[type[Task]] = Registry(
+    "task",
+    group="scforge.tasks",
+    base="scforge.finetuning.Task",
+    members=("defaults",),
+    builtin={
+        "adaptation": "scforge.finetuning.tasks.adaptation",
+        "annotation": "scforge.finetuning.tasks.annotation",
+        "integration": "scforge.finetuning.tasks.integration",
+        "multi_label": "scforge.finetuning.tasks.multi_label",
+        "perturbation": "scforge.finetuning.tasks.perturbation",
+        "regression": "scforge.finetuning.tasks.regression",
+    },
+)
+
 
 @dataclass
 class Predictor:
@@ -101,10 +119,6 @@ class Predictor:
         for chosen, values in parts:
             found[chosen] = values
         return found
-
-
-FROZEN = "frozen_embedding"
-"""Name of the baseline that is trained on the embedding of the model before fine-tuning."""
 
 
 @dataclass(frozen=True)
@@ -351,21 +365,6 @@ class Task(Objective):
     def evaluate(self, context: EvaluationContext) -> Evaluated:
         """Score the predictions of cells, with baselines trained on the same cells."""
 
-
-TASKS: Registry[type[Task]] = Registry(
-    "task",
-    group="scforge.tasks",
-    base="scforge.finetuning.Task",
-    members=("defaults",),
-    builtin={
-        "adaptation": "scforge.finetuning.tasks.adaptation",
-        "annotation": "scforge.finetuning.tasks.annotation",
-        "integration": "scforge.finetuning.tasks.integration",
-        "multi_label": "scforge.finetuning.tasks.multi_label",
-        "perturbation": "scforge.finetuning.tasks.perturbation",
-        "regression": "scforge.finetuning.tasks.regression",
-    },
-)
 
 register_task, list_tasks = TASKS.register, TASKS.names
 

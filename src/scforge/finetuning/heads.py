@@ -23,6 +23,13 @@ from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective
 from scforge.training.predict import embed
 
+_SMALLEST = 1e-6
+
+_FACTOR_PRIOR, _MOST_OF_CLUSTER, _LARGEST_FACTOR = 30.0, 20.0, 5.0
+"""Pseudo-expression for shrinkage, maximum weight of a cluster, and maximum factor; chosen on kang_ifnb."""
+
+_LOG_RANGE = (float(np.log(1e-2)), float(np.log(1e2)))
+
 
 class FineTunedModule(nn.Module):
     """An architecture with a head that takes its cell embeddings.
@@ -83,11 +90,6 @@ class FineTunedModule(nn.Module):
         if self.frozen:
             self.encoder.eval()
         return self
-
-
-_SMALLEST = 1e-6
-_FACTOR_PRIOR, _MOST_OF_CLUSTER, _LARGEST_FACTOR = 30.0, 20.0, 5.0
-"""Pseudo-expression for shrinkage, maximum weight of a cluster, and maximum factor; chosen on kang_ifnb."""
 
 
 def check_head(head: Any) -> dict[str, Any]:
@@ -245,9 +247,6 @@ class PredictionHead(nn.Module):
     def forward(self, embeddings: torch.Tensor, batch: Mapping[str, Any] | None = None) -> torch.Tensor:
         """Return outputs, shape (B, K)."""
         return self.out(self.dropout(self.hidden(self.standardize(embeddings))))
-
-
-_LOG_RANGE = (float(np.log(1e-2)), float(np.log(1e2)))
 
 
 class CalibratedHead(PredictionHead):

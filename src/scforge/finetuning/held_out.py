@@ -21,6 +21,10 @@ _ALL_GENES, _UNKNOWN_GENES = 0, -1
 _SAME = 0.5
 """Fraction of known cells from which equal names mean equal cells, if other genes were measured."""
 
+_FILE = "split.safetensors"
+
+_DIGEST = "sha256"
+
 
 def fingerprints(cells: Cells) -> np.ndarray:
     """Return a number for each cell that depends only on its counts over the genes of the model, int64, shape (N,).
@@ -133,10 +137,6 @@ def _panel(cells: Cells) -> int:
     if cells.measured is None:
         return _ALL_GENES if cells.overlap == 1.0 else _UNKNOWN_GENES
     return _ALL_GENES if cells.measured.all() else _hash(np.packbits(cells.measured).tobytes())
-
-
-_FILE = "split.safetensors"
-_DIGEST = "sha256"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,11 @@ from scforge._columns import UNKNOWN as UNKNOWN_TYPE
 from scforge._constants import UNS_KEY
 from scforge.errors import OptionError, listing
 
+UNLABELED, UNKNOWN = -1, -2
+"""Codes of cells without a label, and of cells whose label is unknown to the model."""
+
+BALANCED = "balanced"
+
 
 def write_probabilities(adata: AnnData, key: str, table: pd.DataFrame) -> None:
     """Write a table with one column per class into ``obsm["<key>_probabilities"]``, and its column names into uns.
@@ -100,10 +105,6 @@ def broader_labels(broader: Any, labels: pd.Categorical, column: Any) -> dict[st
     return dict(zip(pairs["label"], pairs["parent"], strict=True))
 
 
-UNLABELED, UNKNOWN = -1, -2
-"""Codes of cells without a label, and of cells whose label is unknown to the model."""
-
-
 def check_names(argument: str, names: Any) -> list[str] | None:
     """Return an option that lists names. Raises an error if it is neither None nor a list of unique names."""
     if names is None:
@@ -112,9 +113,6 @@ def check_names(argument: str, names: Any) -> list[str] | None:
     if not listed or not 0 < len(set(names)) == len(names):
         raise OptionError(f"{argument}={names!r} is not a list of unique names; pass e.g. ['first', 'second'].")
     return list(names)
-
-
-BALANCED = "balanced"
 
 
 def check_weights(argument: str, weights: Any, classes: Sequence[str] | None) -> str | dict[str, float] | None:

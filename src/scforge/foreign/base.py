@@ -25,6 +25,19 @@ from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, first_line, listing
 from scforge.models import _weights
 
+_GROUPS = {"{i}": r"(?P<i>\d+)", "{p}": r"(?P<p>weight|bias)", "*": r".*"}
+
+FAMILIES: Registry[Any] = Registry(
+    "family",
+    group="scforge.checkpoints",
+    builtin={
+        "geneformer": "scforge.foreign.geneformer",
+        "scdiva": "scforge.foreign.scdiva",
+        "scfoundation": "scforge.foreign.scfoundation",
+        "scgpt": "scforge.foreign.scgpt",
+    },
+)
+
 
 @dataclass(frozen=True)
 class Transform:
@@ -288,9 +301,6 @@ class NameMap:
         return target if rule is None else rule.sources[0].format(**found)
 
 
-_GROUPS = {"{i}": r"(?P<i>\d+)", "{p}": r"(?P<p>weight|bias)", "*": r".*"}
-
-
 def _compiled(pattern: str) -> re.Pattern[str]:
     escaped = re.escape(pattern)
     for placeholder, group in _GROUPS.items():
@@ -526,17 +536,6 @@ class Family(Protocol):
         """
         ...
 
-
-FAMILIES: Registry[Any] = Registry(
-    "family",
-    group="scforge.checkpoints",
-    builtin={
-        "geneformer": "scforge.foreign.geneformer",
-        "scdiva": "scforge.foreign.scdiva",
-        "scfoundation": "scforge.foreign.scfoundation",
-        "scgpt": "scforge.foreign.scgpt",
-    },
-)
 
 register_family, list_families = FAMILIES.register, FAMILIES.names
 

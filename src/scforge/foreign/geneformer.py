@@ -53,6 +53,18 @@ _FILES = {"tokens": "token_dictionary*.pkl", "medians": "gene_median_dictionary*
 _FOLDERS = {"V1": (".", "gene_dictionaries_30m", "geneformer/gene_dictionaries_30m"), "V2": (".", "geneformer")}
 _LAYER, _OURS = "bert.encoder.layer.{i}.", "encoder.layers.{i}."
 
+_NEEDED = {
+    "position_embedding": "learned",
+    "norm_first": False,
+    "use_expression_values": False,
+    "gene_vectors": None,
+    "gene_head": True,
+    "expression_head": None,
+    "embedding_norm": "sum",
+    "final_norm": None,
+}
+"""Options for which BERT supports only this value."""
+
 
 def geneformer_names(*, tied: bool = True, n_types: int = 2, head: bool = True) -> NameMap:
     """Return the name map of a ``BertForMaskedLM``, or of the BERT model in a model for another task.
@@ -274,19 +286,6 @@ def _gene_names(names: Any, genes: set[str]) -> dict[str, str]:
             raise DataError(f"gene_names lacks the column {missing[0]!r}; pass gene symbols and Ensembl ids.")
         names = dict(zip(names["symbol"].astype(str), names["gene_id"].astype(str), strict=True))
     return {name: gene for name, gene in names.items() if gene in genes and name not in genes}
-
-
-_NEEDED = {
-    "position_embedding": "learned",
-    "norm_first": False,
-    "use_expression_values": False,
-    "gene_vectors": None,
-    "gene_head": True,
-    "expression_head": None,
-    "embedding_norm": "sum",
-    "final_norm": None,
-}
-"""Options for which BERT supports only this value."""
 
 
 def to_geneformer(model: Any, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:

@@ -32,6 +32,17 @@ SHARED_FILES = (*_NEEDED["model"], *_NEEDED["adapter"], CARD, "split.safetensors
 ORIGIN_FILE = "origin.json"
 """File with the source of a folder copied to this machine; it is never uploaded."""
 
+SCHEME = "scforge://"
+
+_SCHEMES = (SCHEME, "scmodelforge://")
+"""Schemes of registry names in lower case; the second is that of scModelForge's configurations."""
+
+_VARIABLE = "SCFORGE_MODELS"
+
+HUB = "hf://"
+
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
 
 def kind_of(names: Iterable[str]) -> Kind | None:
     """Return the kind of folder that contains files with these names, or None if a file is missing.
@@ -118,12 +129,6 @@ def origin_of(folder: Path) -> Origin:
     return content.get("repo_id"), content.get("commit")
 
 
-SCHEME = "scforge://"
-_SCHEMES = (SCHEME, "scmodelforge://")
-"""Schemes of registry names in lower case; the second is that of scModelForge's configurations."""
-_VARIABLE = "SCFORGE_MODELS"
-
-
 class _Version(BaseModel):
     """A repository commit (because branches and tags can move), or a folder next to the registry file."""
 
@@ -199,10 +204,6 @@ def _entries() -> dict[str, tuple[_Entry, Path]]:
             for name, entry in found.models.items():
                 entries.setdefault(name, (entry, path))
     return entries
-
-
-HUB = "hf://"
-_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)

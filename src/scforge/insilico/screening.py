@@ -24,6 +24,25 @@ _SHARES = 4
 
 _TRIES = 20
 
+MODES = ("delete", "overexpress", "activate")
+
+_ROUNDING = 1e-6
+"""Relative margin that ensures that a larger product is also larger in float32 arithmetic."""
+
+_COPIES = 16_384
+"""Number of perturbed cells whose embeddings are kept in memory at a time."""
+
+_CONTROL_CELLS = 100
+"""Maximum number of cells in which a control is perturbed. With fewer cells, p-values increase."""
+
+_MIN_CELLS = 3
+"""Minimum number of cells in which a gene must be perturbed to be compared."""
+
+_KINDS, _CELLS_PER_KIND, _DEPTHS = 8, 100, 3
+
+_MIN_FITTED = 5
+"""Number of controls per coefficient of the regression on expression; with fewer controls, nothing is removed."""
+
 
 def draw_controls(
     tested_ck: np.ndarray, places: np.ndarray, eligible: np.ndarray, n_controls: int, rng: np.random.Generator
@@ -96,12 +115,6 @@ def compare(value: float, controls: np.ndarray, *, two_sided: bool) -> tuple[flo
     p_value = min(1.0, 2 * min(above, below)) if two_sided else above
     spread = controls.std(ddof=1) if len(controls) > 1 else 0.0
     return float((value - controls.mean()) / spread) if spread > 0 else np.nan, float(p_value)
-
-
-MODES = ("delete", "overexpress", "activate")
-
-_ROUNDING = 1e-6
-"""Relative margin that ensures that a larger product is also larger in float32 arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -370,21 +383,6 @@ def _row_max(values: np.ndarray, indptr: np.ndarray) -> np.ndarray:
     if filled.any():
         result[filled] = np.maximum.reduceat(values, indptr[:-1][filled])
     return result
-
-
-_COPIES = 16_384
-"""Number of perturbed cells whose embeddings are kept in memory at a time."""
-
-_CONTROL_CELLS = 100
-"""Maximum number of cells in which a control is perturbed. With fewer cells, p-values increase."""
-
-_MIN_CELLS = 3
-"""Minimum number of cells in which a gene must be perturbed to be compared."""
-
-_KINDS, _CELLS_PER_KIND, _DEPTHS = 8, 100, 3
-
-_MIN_FITTED = 5
-"""Number of controls per coefficient of the regression on expression; with fewer controls, nothing is removed."""
 
 
 def screen(

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
 _INIT_STD = 0.02
 
+_DRAWN = frozenset(("normal_", "uniform_", "kaiming_uniform_", "kaiming_normal_", "trunc_normal_"))
+"""Functions that draw a weight; others in ``torch.nn.init`` call these."""
+
+_MAX_PARTS = 20_000
+"""Maximum number of parts of a module; an encoder of 1,000 layers has about 10,000."""
+
 
 def init_weights(module: nn.Module) -> None:
     """Initialize one module; intended for ``model.apply(init_weights)``.
@@ -60,10 +66,6 @@ def init_weights(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-_DRAWN = frozenset(("normal_", "uniform_", "kaiming_uniform_", "kaiming_normal_", "trunc_normal_"))
-"""Functions that draw a weight; others in ``torch.nn.init`` call these."""
-
-
 class undrawn(TorchFunctionMode):  # a context manager
     """Create modules whose parameters are not drawn, but loaded afterwards; on ``meta``, no tensor is drawn."""
 
@@ -82,10 +84,6 @@ def without_weights() -> Iterator[None]:
     # Random numbers on this device would import the compiler of torch.
     with torch.device("meta"), undrawn():
         yield
-
-
-_MAX_PARTS = 20_000
-"""Maximum number of parts of a module; an encoder of 1,000 layers has about 10,000."""
 
 
 class _Bounded(TorchFunctionMode):

@@ -26,6 +26,11 @@ from scforge.models.registry import register_model
 _AT_ONCE = 128
 """Number of prompt tokens that are read at once, so that masks and states of long prompts stay small."""
 
+_READOUT = "cls"
+
+_INIT_STD = 0.5
+"""Standard deviation of vectors added to embeddings of unit variance; 0.02 would cost hundreds of training steps."""
+
 
 class _Prompt(NamedTuple):
     """Prompts of the cells: ids (B, P), bins (B, P) with -1 for bins to sample, and lengths (B,)."""
@@ -267,11 +272,6 @@ def _begin(
     if first_id is None and not bool(known[:, 0].all()):
         raise OptionError("prompt has no bin for the first token, which cannot be predicted; pass its bin in values.")
     return _Prompt(ids, bins, lengths)
-
-
-_READOUT = "cls"
-_INIT_STD = 0.5
-"""Standard deviation of vectors added to embeddings of unit variance; 0.02 would cost hundreds of training steps."""
 
 
 class _States(NamedTuple):

@@ -36,6 +36,14 @@ register_model, list_models = MODELS.register, MODELS.names
 
 _MAX_LAYERS = 1_000
 
+_OF_SCVI = {
+    "n_latent": ("latent_dim", "hidden_dim", "encoder_dim"),
+    "n_hidden": ("hidden_dim", "encoder_dim"),
+    "n_layers": ("num_layers", "encoder_layers"),
+    "dropout_rate": ("dropout",),
+}
+"""A mapping from options of scvi-tools to names for the same here, of which an architecture has the first it knows."""
+
 
 def check_layers(options: Mapping[str, Any]) -> None:
     """Raise an OptionError for a number of layers that no model has; creating them would take all memory."""
@@ -102,15 +110,6 @@ def own_names(architecture: Any, options: dict[str, Any]) -> dict[str, Any]:
                 "of the two."
             )
     return {renamed.get(option, option): value for option, value in options.items()}
-
-
-_OF_SCVI = {
-    "n_latent": ("latent_dim", "hidden_dim", "encoder_dim"),
-    "n_hidden": ("hidden_dim", "encoder_dim"),
-    "n_layers": ("num_layers", "encoder_layers"),
-    "dropout_rate": ("dropout",),
-}
-"""A mapping from options of scvi-tools to names for the same here, of which an architecture has the first it knows."""
 
 
 def check_model_options(name: str, options: dict[str, Any]) -> None:

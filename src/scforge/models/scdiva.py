@@ -55,6 +55,17 @@ NEVER = -100.0
 _LOGITS_AT_ONCE = {"cpu": 2**22}
 _LOGITS_AT_ONCE_ON_GPU = 2**28
 
+_TASKS = ["annotation", "batch_integration"]
+
+_NEARLY_ZERO = 1e-2
+"""Mean square of a vector after the norm; it is 1 unless the input was about as small as epsilon."""
+
+_OWN_BETA = 1e-3
+"""Weight of the KL divergence if the latent variable is trained only on masked genes."""
+
+_VALUES_AT_ONCE = 2**24
+"""Number of logits computed at a time."""
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -229,12 +240,6 @@ def scores_of(states: torch.Tensor, table_vh: torch.Tensor, prior_v: torch.Tenso
     return scores if prior_v is None else scores + prior_v.to(scores.dtype)
 
 
-_TASKS = ["annotation", "batch_integration"]
-
-_NEARLY_ZERO = 1e-2
-"""Mean square of a vector after the norm; it is 1 unless the input was about as small as epsilon."""
-
-
 class States(NamedTuple):
     """Output of the transformer for cells.
 
@@ -250,10 +255,6 @@ class States(NamedTuple):
     table: Any
     hidden_states: tuple[torch.Tensor, ...] | None = None
     attentions: tuple[torch.Tensor, ...] | None = None
-
-
-_OWN_BETA = 1e-3
-"""Weight of the KL divergence if the latent variable is trained only on masked genes."""
 
 
 @register_model("scdiva")
@@ -1002,10 +1003,6 @@ def _sum(losses: dict[str, torch.Tensor], beta: float | torch.Tensor) -> torch.T
         return None
     task = torch.stack([part for name, part in losses.items() if name != "kl"]).sum()
     return task + beta * losses["kl"] if "kl" in losses else task
-
-
-_VALUES_AT_ONCE = 2**24
-"""Number of logits computed at a time."""
 
 
 class _Cells:

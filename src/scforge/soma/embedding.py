@@ -23,9 +23,10 @@ from scforge.soma.documents import Document, Files, read_documents
 from scforge.soma.model_folder import device_of, read_model
 from scforge.soma.v1.torch import Model
 
-type ModelOrFolder = str | os.PathLike[str]
-
 _SUFFIXES = (".parquet", ".npz", ".csv")
+
+
+type ModelOrFolder = str | os.PathLike[str]
 
 
 def embed(

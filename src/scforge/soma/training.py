@@ -49,6 +49,12 @@ _SECONDS = 60.0
 _BITS_OF_FIRST = 8.0
 """Number of bits for the first byte of a chunk, which is not predicted."""
 
+_AUTO = "auto"
+
+_KEPT = 2
+
+_HELD_OUT = 0.1
+
 
 class _Remembered(nn.Module):
     """A regularizer that stores its last value, which is part of the loss."""
@@ -146,11 +152,6 @@ class ByteProgress(EpochProgress):
     def _left(self, step: int, total: int) -> str:
         left = self._clock.seconds_left(step, total)
         return f", about {datetime.timedelta(seconds=round(left))} left" if left else ""
-
-
-_AUTO = "auto"
-_KEPT = 2
-_HELD_OUT = 0.1
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,10 @@ _LENGTHS = (12, 12, 9, 5, 3)
 _N_BINS = 5
 _TOLERANCE = 1e-4
 
+_TOKENS = ("input_ids", "attention_mask", "values")
+
+_SIZES = {"hidden_dim": 16, "num_layers": 2, "num_heads": 4}
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -150,10 +154,6 @@ def _require_close(one: torch.Tensor, two: torch.Tensor, sentence: str, *, toler
 
 def _require_finite(loss: torch.Tensor, when: str) -> None:
     require(loss.isfinite(), f"the loss is {loss.detach().item():g} {when}.")
-
-
-_TOKENS = ("input_ids", "attention_mask", "values")
-_SIZES = {"hidden_dim": 16, "num_layers": 2, "num_heads": 4}
 
 
 def check_model(model: str | type[nn.Module] | nn.Module, **options: Any) -> None:

@@ -27,6 +27,10 @@ N_GENES = 60
 EQUAL = np.arange(4, 8)
 """Rows of :func:`_small_cells` with the same genes, in which each gene has a count of 1."""
 
+_LABELS = {"labels", "bin_labels", "value_labels", "masked_positions"}
+
+_KINDS = {"input_ids": torch.int64, "attention_mask": torch.bool, "values": torch.float32}
+
 
 def _small_cells(vocab: GeneVocab) -> CellSource:
     generator = np.random.default_rng(0)
@@ -76,10 +80,6 @@ def _genes_of(tokenizer: Tokenizer, batch: Batch, row: int) -> np.ndarray:
     """Return the ordered gene indices of the tokens of one cell."""
     ids = batch["input_ids"][row].numpy()
     return ids[ids >= tokenizer.vocab.n_special] - tokenizer.vocab.n_special
-
-
-_LABELS = {"labels", "bin_labels", "value_labels", "masked_positions"}
-_KINDS = {"input_ids": torch.int64, "attention_mask": torch.bool, "values": torch.float32}
 
 
 def check_tokenizer(tokenizer: str | type[Tokenizer] | Tokenizer, **options: Any) -> None:

@@ -17,6 +17,14 @@ from scforge.errors import OptionError
 _PATIENCE = 8
 """Maximum average number of moves per entry in insertion sort before switching to a general sort."""
 
+MEMO = 256
+"""Counts below this limit are transformed only once per cell, because nearly all counts are small."""
+
+TRANSFORMS = ("log1p_cp10k", "cp10k", "log1p_counts", "counts")
+"""Transformations of gene counts, with or without scaling to a library size and logarithm."""
+
+_STREAM = 0x73616D70  # "samp": its random numbers are others than those of masks and views
+
 
 @numba.njit(cache=True, nogil=True)
 def make_scratch(most):
@@ -111,15 +119,6 @@ def sort_descending(scratch, n):
             packed[q] = packed[q - one]
             q -= one
         packed[q] = entry
-
-
-MEMO = 256
-"""Counts below this limit are transformed only once per cell, because nearly all counts are small."""
-
-TRANSFORMS = ("log1p_cp10k", "cp10k", "log1p_counts", "counts")
-"""Transformations of gene counts, with or without scaling to a library size and logarithm."""
-
-_STREAM = 0x73616D70  # "samp": its random numbers are others than those of masks and views
 
 
 def check_transform(transform: str, target_sum: float) -> float:

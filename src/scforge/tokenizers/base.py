@@ -23,6 +23,21 @@ from scforge.data.vocab import GeneVocab, recognize_ids
 from scforge.errors import DataError, GeneMismatchError, OptionError, listing
 from scforge.tokenizers._expression import keep
 
+_TOKEN_OF = {"append_cls": CLS_TOKEN, "append_eos": EOS_TOKEN}
+
+TOKENIZERS: Registry[type[Tokenizer]] = Registry(
+    "tokenizer",
+    group="scforge.tokenizers",
+    base="scforge.tokenizers.Tokenizer",
+    builtin={
+        "binned_expression": "scforge.tokenizers.binned_expression",
+        "continuous_projection": "scforge.tokenizers.continuous_projection",
+        "entropy_ranked": "scforge.tokenizers.entropy_ranked",
+        "gene_embedding": "scforge.tokenizers.gene_embedding",
+        "rank_value": "scforge.tokenizers.rank_value",
+    },
+)
+
 
 class TokenBatch(TypedDict):
     """A batch of tokenized cells, i.e. the keyword arguments of a model's ``forward`` and ``encode``.
@@ -514,22 +529,6 @@ class Tokenizer(ABC):
         options = ", ".join(f"{key}={value!r}" for key, value in self.config().items())
         return f"{type(self).__name__}({options})"
 
-
-_TOKEN_OF = {"append_cls": CLS_TOKEN, "append_eos": EOS_TOKEN}
-
-
-TOKENIZERS: Registry[type[Tokenizer]] = Registry(
-    "tokenizer",
-    group="scforge.tokenizers",
-    base="scforge.tokenizers.Tokenizer",
-    builtin={
-        "binned_expression": "scforge.tokenizers.binned_expression",
-        "continuous_projection": "scforge.tokenizers.continuous_projection",
-        "entropy_ranked": "scforge.tokenizers.entropy_ranked",
-        "gene_embedding": "scforge.tokenizers.gene_embedding",
-        "rank_value": "scforge.tokenizers.rank_value",
-    },
-)
 
 register_tokenizer, list_tokenizers = TOKENIZERS.register, TOKENIZERS.names
 

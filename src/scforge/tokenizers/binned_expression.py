@@ -21,6 +21,8 @@ SIDES = ("both", "one", "tahoe")
 _TABLE = 1024
 """Integer counts below this limit are binned with a frequency table of the cell, which avoids sorting."""
 
+_STREAM = 0x62696E73  # "bins": its random numbers are others than those of masks, samples and views
+
 
 def check_binning(n_bins: int, side: str) -> None:
     """Raise an OptionError if there are fewer than three bins, or `side` is unknown."""
@@ -198,9 +200,6 @@ def _digitize_table(highest, edges, below_of, reached_of):
             reached += 1
         below_of[count] = below
         reached_of[count] = reached
-
-
-_STREAM = 0x62696E73  # "bins": its random numbers are others than those of masks, samples and views
 
 
 @register_tokenizer("binned_expression")

@@ -24,11 +24,14 @@ from scforge.tokenizers.continuous_projection import ContinuousProjectionTokeniz
 
 logger = logging.getLogger("scforge")
 
-type GeneTable = str | os.PathLike[str] | pd.DataFrame | Mapping[str, Any]
-"""A file, a data frame indexed by gene name, or a dictionary from gene name to vector."""
-
 _FEW = 0.5
 """Fraction of the vocabulary below which a warning is issued."""
+
+_SUFFIXES = (".npz", ".parquet", ".safetensors")
+
+
+type GeneTable = str | os.PathLike[str] | pd.DataFrame | Mapping[str, Any]
+"""A file, a data frame indexed by gene name, or a dictionary from gene name to vector."""
 
 
 def read_table(table: GeneTable) -> tuple[list[str], np.ndarray]:
@@ -69,9 +72,6 @@ def read_table(table: GeneTable) -> tuple[list[str], np.ndarray]:
             f"{names[int(bad.argmax())]!r}); remove these genes."
         )
     return names, vectors
-
-
-_SUFFIXES = (".npz", ".parquet", ".safetensors")
 
 
 def _read(table: Any) -> tuple[list[str], np.ndarray]:

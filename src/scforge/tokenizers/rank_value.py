@@ -34,6 +34,18 @@ FIRST = (127 - 16) << 7
 CLOSE = 8
 """Upper bound of the error in single precision, in units in the last place."""
 
+LARGEST = 1e20
+"""Medians must be between this value and its inverse, so that keys are normal numbers in single precision."""
+
+_SAMPLE = 8192
+"""Approximate number of entries per block from which the table is computed; one in 32 in a small block."""
+
+_MAX = 2**16
+"""Genes and counts below this limit are packed together with the keys."""
+
+_APART = 1e-6
+"""Minimum relative difference of medians whose keys cannot round to the same number (eight units in last place)."""
+
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def rank_packed(
@@ -130,20 +142,6 @@ def rank_packed(
             if memo[count] < 0:
                 memo[count] = np.log1p(np.float64(count) * scale)
             out_values[out + p] = memo[count]
-
-
-LARGEST = 1e20
-"""Medians must be between this value and its inverse, so that keys are normal numbers in single precision."""
-
-_SAMPLE = 8192
-"""Approximate number of entries per block from which the table is computed; one in 32 in a small block."""
-
-_MAX = 2**16
-"""Genes and counts below this limit are packed together with the keys."""
-
-
-_APART = 1e-6
-"""Minimum relative difference of medians whose keys cannot round to the same number (eight units in last place)."""
 
 
 class Scales(NamedTuple):

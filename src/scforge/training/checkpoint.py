@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import random
@@ -27,7 +26,11 @@ from scforge.training.devices import copy_of_weights
 from scforge.training.plan import NotFiniteError
 from scforge.training.run_folder import FORMAT
 
-logger = logging.getLogger("scforge")
+OF_DATA = "data: "
+"""Prefix of the settings that are hashes of the data."""
+
+_GENES = {"vocab": "genes", "genes_per_cell": "genes of each cell"}
+"""Settings that describe the data although they lack the prefix, and their names in messages."""
 
 
 class GracefulStop(Callback):
@@ -451,13 +454,6 @@ class SaveState(Checkpoint):
                 )
             keyed[callback.state_key] = callback
         return keyed
-
-
-OF_DATA = "data: "
-"""Prefix of the settings that are hashes of the data."""
-
-_GENES = {"vocab": "genes", "genes_per_cell": "genes of each cell"}
-"""Settings that describe the data although they lack the prefix, and their names in messages."""
 
 
 def check_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, where: str) -> None:

@@ -17,6 +17,8 @@ from scforge._checks import check_bool, check_choice
 from scforge.errors import OptionError
 from scforge.models.components.transformer import TransformerBlock, TransformerStack
 
+STRATEGIES = ("auto", "ddp", "fsdp")
+
 
 def ensure_devices(accelerator: str, devices: Any) -> None:
     """Raise an error if more GPUs are requested than available.
@@ -79,9 +81,6 @@ def root_device(accelerator: str, devices: Any) -> torch.device:
     if accelerator in ("auto", "gpu", "mps") and torch.backends.mps.is_available():
         return torch.device("mps")
     return torch.device("cpu")
-
-
-STRATEGIES = ("auto", "ddp", "fsdp")
 
 
 def make_strategy(name: str, *, n_processes: int) -> Any:

@@ -39,6 +39,10 @@ _WANDB_MODES = ("online", "offline", "disabled")
 
 _SETTINGS = "settings.json"
 
+_SIZE = {"cpu": 1024, "cuda": 8192}
+
+_SECONDS = 0.1
+
 
 class TableLogger(Logger):
     """Write ``metrics.csv`` into a folder, with one row per logged step and one column per metric.
@@ -351,10 +355,6 @@ class History(Callback):
         """Restore the metrics and the elapsed time."""
         self.epochs = {name: list(values) for name, values in state_dict["epochs"].items()}
         self.n_epochs, self._before = state_dict["n_epochs"], state_dict["seconds"]
-
-
-_SIZE = {"cpu": 1024, "cuda": 8192}
-_SECONDS = 0.1
 
 
 def flops_per_token(module: nn.Module, objective: Objective, batch: dict[str, torch.Tensor]) -> float:

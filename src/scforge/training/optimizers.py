@@ -16,6 +16,21 @@ from scforge._checks import check_choice
 from scforge.errors import OptionError
 from scforge.models.components.transformer import TransformerBlock
 
+_WARMUP_SHARE = 0.1
+
+_PLAIN: Mapping[int, float] = MappingProxyType({})
+
+_NO_DECAY = (nn.LayerNorm, nn.Embedding, nn.EmbeddingBag)
+
+_OF_TORCH: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+}
+
+_WARMUPS = {"constant": 0.0, "cosine": 0.0, "linear": 0.0, "one_cycle": 0.3}
+"""Fraction of steps until the peak, if it differs from ``_WARMUP_SHARE``."""
+
 
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for the weight matrices inside transformer layers, or between hidden layers, and AdamW for the rest.
@@ -109,16 +124,6 @@ def _hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
             if isinstance(part, nn.Linear):
                 found[id(part.weight)] = part.weight
     return list(found.values())
-
-
-_WARMUP_SHARE = 0.1
-_PLAIN: Mapping[int, float] = MappingProxyType({})
-_NO_DECAY = (nn.LayerNorm, nn.Embedding, nn.EmbeddingBag)
-_OF_TORCH: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "sgd": partial(torch.optim.SGD, momentum=0.9),
-}
 
 
 def parameter_groups(
@@ -237,9 +242,6 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer, int, int], lr_scheduler.LR
     "one_cycle": _one_cycle,
 }
 """Mapping from name to learning-rate schedule. All except ``one_cycle`` warm up linearly, then follow their shape."""
-
-_WARMUPS = {"constant": 0.0, "cosine": 0.0, "linear": 0.0, "one_cycle": 0.3}
-"""Fraction of steps until the peak, if it differs from ``_WARMUP_SHARE``."""
 
 
 def make_schedule(

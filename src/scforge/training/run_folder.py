@@ -38,6 +38,18 @@ FORMAT = 1
 
 _TENSOR, _ITEMS, _TUPLE = "__tensor__", "__items__", "__tuple__"
 
+FINAL = "final"
+"""Name of the trained model in a run folder."""
+
+CONFIG_FILE = "config.yaml"
+"""Name of the configuration in a run folder."""
+
+_STATE, _TENSORS, _LOCK, _PART = "state.json", "state.safetensors", ".lock", "training"
+
+_OUTPUT = re.compile(rf"(step|epoch)=\d+|{FINAL}")
+
+_ORDER = ("step", "epoch", FINAL)
+
 
 def pack(content: Any, *, where: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """Split `content` into a JSON-safe part and its tensors.
@@ -114,17 +126,6 @@ def _pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         f"{name} is of type {type(value).__name__!r}, which cannot be saved in a checkpoint; use only numbers, "
         "strings, lists, dictionaries and tensors in the state of a callback."
     )
-
-
-FINAL = "final"
-"""Name of the trained model in a run folder."""
-
-CONFIG_FILE = "config.yaml"
-"""Name of the configuration in a run folder."""
-
-_STATE, _TENSORS, _LOCK, _PART = "state.json", "state.safetensors", ".lock", "training"
-_OUTPUT = re.compile(rf"(step|epoch)=\d+|{FINAL}")
-_ORDER = ("step", "epoch", FINAL)
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:

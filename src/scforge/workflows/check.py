@@ -51,6 +51,27 @@ from scforge.workflows.places import check_places, finetune_section, placed
 
 _MASKED = "masked_gene_prediction"
 
+NOT_OF_TUNING = {
+    **dict.fromkeys(
+        ("tokenizer", "objective", "model", "data.gene_vocab", "data.max_genes", "data.preprocessing"),
+        "is determined by the base model in fine-tuning; remove it from the configuration",
+    ),
+    "data.pin_memory": "has no effect in fine-tuning; omit data.pin_memory",
+    "data.sampling": "has no effect in fine-tuning; use finetune.class_weights instead",
+    "data.split": "has no effect in fine-tuning; set finetune.split_by to the column instead",
+    "training.validation_size": "has no effect in fine-tuning; set finetune.validation_size instead",
+}
+"""A mapping from sections and options without effect in fine-tuning to advice."""
+
+TUNING_OF_TASKS = ("labels_key", "batch_key", "head")
+"""Options of the section ``finetune`` that only some tasks have."""
+
+FOUND_IN_CELLS = {"perturbation": ("perturbation_key", "control")}
+"""Task options that are inferred from the cells if they are not set."""
+
+_UNKNOWN_GENES = 2_048
+"""Number of placeholder genes if the vocabulary comes from the data; at least the tokenizers' default maximum."""
+
 
 def chosen(config: Config) -> ArchitectureDefaults:
     """Return the defaults of the architecture in a configuration."""
@@ -160,25 +181,6 @@ def planned_model(config: Config) -> tuple[ModelSpec, bool]:
     return found
 
 
-NOT_OF_TUNING = {
-    **dict.fromkeys(
-        ("tokenizer", "objective", "model", "data.gene_vocab", "data.max_genes", "data.preprocessing"),
-        "is determined by the base model in fine-tuning; remove it from the configuration",
-    ),
-    "data.pin_memory": "has no effect in fine-tuning; omit data.pin_memory",
-    "data.sampling": "has no effect in fine-tuning; use finetune.class_weights instead",
-    "data.split": "has no effect in fine-tuning; set finetune.split_by to the column instead",
-    "training.validation_size": "has no effect in fine-tuning; set finetune.validation_size instead",
-}
-"""A mapping from sections and options without effect in fine-tuning to advice."""
-
-TUNING_OF_TASKS = ("labels_key", "batch_key", "head")
-"""Options of the section ``finetune`` that only some tasks have."""
-
-FOUND_IN_CELLS = {"perturbation": ("perturbation_key", "control")}
-"""Task options that are inferred from the cells if they are not set."""
-
-
 def check_finetuning(config: Config) -> None:
     """Quickly check the section ``finetune`` and its consistency with other sections.
 
@@ -254,10 +256,6 @@ def described(config: Config) -> str:
     how = " of the head" if section.freeze is True else how
     name, n_genes = base.spec.architecture, base.spec.vocab.n_genes
     return f"{section.task}, by fine-tuning{how} on {name} of {section.base_model} with {n_genes:,} genes"
-
-
-_UNKNOWN_GENES = 2_048
-"""Number of placeholder genes if the vocabulary comes from the data; at least the tokenizers' default maximum."""
 
 
 def check_config(config: Config) -> str:

@@ -62,6 +62,16 @@ from scforge.workflows.train import embedded_adata
 if TYPE_CHECKING:
     from scforge.data.census import CensusQuery
 
+_PLAN = "plan.json"
+
+_MARK = "scforge_embedding"
+"""Root attribute of an output with the hash of its plan. Only outputs with this attribute may be replaced."""
+
+_ENCODING = {"encoding-type": "array", "encoding-version": "0.2.0"}
+
+_BLOCK = 8192
+"""Number of cells per block: few enough to save memory, and enough to batch cells of similar length."""
+
 
 def chosen_device(device: str | torch.device) -> str | torch.device:
     """Return a device; ``"auto"`` selects a GPU if available, a different one for each process on a machine."""
@@ -132,13 +142,6 @@ def source_identity(source: Any, cells: Cells, *, layer: str | None, gene_key: s
     raise OptionError(
         f"source is of type {type(source).__name__!r}, which is not supported; pass a path, a store or an AnnData."
     )
-
-
-_PLAN = "plan.json"
-_MARK = "scforge_embedding"
-"""Root attribute of an output with the hash of its plan. Only outputs with this attribute may be replaced."""
-
-_ENCODING = {"encoding-type": "array", "encoding-version": "0.2.0"}
 
 
 class EmbeddingFiles:
@@ -387,10 +390,6 @@ def _difference(begun: dict[str, Any], plan: dict[str, Any]) -> str:
         "source": "another source (other cells, or cells that have changed since)",
     }.get(name, f"{name}={begun.get(name)!r}, not {name}={plan[name]!r}")
     return f"was started with {how}"
-
-
-_BLOCK = 8192
-"""Number of cells per block: few enough to save memory, and enough to batch cells of similar length."""
 
 
 @dataclass(frozen=True)

@@ -26,16 +26,18 @@ from scforge.workflows.train import write
 if TYPE_CHECKING:
     from scforge.eval.base import Entry
 
-
-type Folder = str | os.PathLike[str]
-
 _TABLE = ".csv"
+
 _OF_TASKS = ("trained_on", "base_model", "groups_key", "intervals", "map_query")
+
 _OF_EMBEDDINGS = (
     *("trained_on", "obsm_keys", "labels_key", "batch_key", "groups_key", "untrained", "intervals", "seeds"),
     *("network", "gene_key"),
 )
 """Options of the evaluation of embeddings; `_OF_TASKS` contains options of the evaluation of tasks."""
+
+
+type Folder = str | os.PathLike[str]
 
 
 def evaluate_to(

@@ -34,6 +34,20 @@ ALL = "all"
 
 _TEST_CONTROLS = 1 / 3
 
+_MAX_CONTROLS = 2048
+"""Number of controls per context from which inputs are sampled."""
+
+_STREAM = 0x6374726C  # "ctrl"
+
+_SMALLEST = 1e-10
+"""Fraction of the largest singular value below which singular values count as zero."""
+
+_PIECE = 4096
+"""Number of cells that are read at once."""
+
+MAX_FEATURES = BANDS[-1]
+"""Number of components from a source of gene vectors."""
+
 
 class Pair(NamedTuple):
     """A perturbation in a context."""
@@ -220,18 +234,6 @@ def _split_controls(conditions: Conditions, rng: np.random.Generator) -> tuple[n
     return conditions.controls & ~tested, tested
 
 
-_MAX_CONTROLS = 2048
-"""Number of controls per context from which inputs are sampled."""
-
-_STREAM = 0x6374726C  # "ctrl"
-
-_SMALLEST = 1e-10
-"""Fraction of the largest singular value below which singular values count as zero."""
-
-_PIECE = 4096
-"""Number of cells that are read at once."""
-
-
 class BoundEffects:
     """Effects in the cells of a training run, and its controls.
 
@@ -342,10 +344,6 @@ class BoundEffects:
             candidates = self.inputs[context]
             drawn[here] = candidates[(keys[here] % np.uint64(len(candidates))).astype(np.int64)]
         return drawn
-
-
-MAX_FEATURES = BANDS[-1]
-"""Number of components from a source of gene vectors."""
 
 
 class PerturbationHead(nn.Module):

@@ -42,6 +42,14 @@ from scforge.training.objectives.base import TrainingDefaults
 _NOTHING = -30.0
 """Logit of a token that occurs in no cell: its fraction is 0 in float32."""
 
+_LOG_DISPERSIONS = (-7.0, 9.0)
+
+KEY = "X_scforge_integrated"
+
+_KEEP, _GENE_DROPOUT = (0.3, 1.0), (0.0, 0.4)
+
+_OWN = ("counts", "batch", "has_neighbor")
+
 
 class IntegrationHead(nn.Module):
     """An expression decoder conditioned on the batch of a cell, so that the embedding need not encode the batch.
@@ -131,9 +139,6 @@ class IntegrationHead(nn.Module):
         return (1e4 * self.decode(embeddings, codes).float().softmax(dim=-1)).log1p()
 
 
-_LOG_DISPERSIONS = (-7.0, 9.0)
-
-
 def negative_binomial(
     logits: torch.Tensor,
     counts: torch.Tensor,
@@ -185,11 +190,6 @@ def _baselines(task: Integration, context: EvaluationContext) -> dict[str, np.nd
     adata = AnnData(counts, obs=pd.DataFrame({task.batch_key: batches}, index=names))
     found = embedding_baselines(adata, ("pca", "harmony", "scvi"), batch_key=task.batch_key, seed=context.seed)
     return {name: embedding[: len(scored)] for name, embedding in found.items()}
-
-
-KEY = "X_scforge_integrated"
-_KEEP, _GENE_DROPOUT = (0.3, 1.0), (0.0, 0.4)
-_OWN = ("counts", "batch", "has_neighbor")
 
 
 @register_task("integration")

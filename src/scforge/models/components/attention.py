@@ -15,6 +15,8 @@ from scforge.errors import OptionError
 
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
+_LONGEST_WAVE = 10_000.0
+
 
 def _without_cudnn(query: torch.Tensor) -> AbstractContextManager[None]:
     """Exclude the cuDNN kernels on CUDA: they are planned for each new shape, and the shapes of batches differ."""
@@ -47,9 +49,6 @@ def token_positions(tokens_bs: torch.Tensor) -> torch.Tensor:
     tensor([[0, 0, 1]])
     """
     return (tokens_bs.long().cumsum(dim=1) - 1).clamp(min=0)
-
-
-_LONGEST_WAVE = 10_000.0
 
 
 def rotation_of(positions: torch.Tensor, head_dim: int) -> torch.Tensor:

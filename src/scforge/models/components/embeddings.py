@@ -15,6 +15,14 @@ from scforge.models.components.transformer import Dropout
 
 _AMPLITUDE = 0.5
 
+POSITION_EMBEDDINGS = ("learned", "rotary", "none")
+
+VALUE_ENCODERS = ("linear", "mlp", "soft_bins")
+
+EMBEDDING_NORMS = ("sum", "genes", "none")
+
+_VALUE_SCALE = 0.02
+
 
 def waves(n_rows: int, dim: int) -> torch.Tensor:
     """Return sinusoidal vectors, float32, shape (n_rows, dim); neighboring rows are similar.
@@ -122,12 +130,6 @@ class SoftBins(nn.Module):
         """Embed values of shape (B, S) as vectors of shape (B, S, H)."""
         x = F.leaky_relu(self.linear_in(values.unsqueeze(-1).to(self.linear_in.weight.dtype)), 0.1)
         return (self.alpha * x + self.linear_out(x)).softmax(dim=-1) @ self.bins.weight
-
-
-POSITION_EMBEDDINGS = ("learned", "rotary", "none")
-VALUE_ENCODERS = ("linear", "mlp", "soft_bins")
-EMBEDDING_NORMS = ("sum", "genes", "none")
-_VALUE_SCALE = 0.02
 
 
 class GeneExpressionEmbedding(nn.Module):

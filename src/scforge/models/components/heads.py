@@ -21,6 +21,11 @@ _LOG_RATES = (-50.0, 30.0)
 _LOG_DISPERSIONS = (-15.0, 15.0)
 """Bounds within which nothing overflows, even in float32; all realistic counts lie within them."""
 
+_EXACT = 40.0
+"""Threshold above which softplus(x) is computed as x; in float64, the two are equal there."""
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 def is_truncated(name: str) -> bool:
     """Return whether a loss is for counts of at least 1."""
@@ -161,10 +166,6 @@ def check_count_targets(name: str, counts: torch.Tensor) -> None:
         )
 
 
-_EXACT = 40.0
-"""Threshold above which softplus(x) is computed as x; in float64, the two are equal there."""
-
-
 def _minus_log_zero(rate: torch.Tensor, dispersion: torch.Tensor) -> torch.Tensor:
     """Return -log P(0) of the negative binomial distribution, from logarithms."""
     return dispersion.exp() * F.softplus(rate - dispersion, threshold=_EXACT)
@@ -225,9 +226,6 @@ def cell_loss(
     n_labels_b = labeled_bs.sum(dim=1)
     of_cells_b = log_p_bs.sum(dim=1) / n_labels_b.clamp(min=1)
     return -of_cells_b.sum() / (n_labels_b > 0).sum().clamp(min=1)
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class MaskedGenePredictionHead(nn.Module):

@@ -30,6 +30,23 @@ _WORTH = 0.95
 _SHORTEST = 0.875
 """Minimum length of cells in a group, as a fraction of the length of its longest cell."""
 
+_STEPS = 2**16
+"""Number of steps into which probabilities are divided."""
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+
+GATED = "swiglu"
+"""Activation of a gated feed-forward layer: ``silu(gate) * inner``, both from one projection (Shazeer 2020)."""
+
+NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+
+_CPU_NUMBERS = 2**21
+"""Number of values in the widest layer that a CPU processes at a time. Inputs of the next layer are then still in its
+cache, and memory is reused instead of being requested from the system (which clears it first) for each layer."""
+
+_WIDE = 512
+"""Layer width above which a CPU trades time for memory."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -160,10 +177,6 @@ def _by_length(tokens_bs: torch.Tensor, lengths: list[int], most: int | None) ->
     return Packing((batch, seq), tuple(groups), torch.cat(places))
 
 
-_STEPS = 2**16
-"""Number of steps into which probabilities are divided."""
-
-
 class _CpuDropout(torch.autograd.Function):
     """Dropout that samples 16 bits per number; torch samples a double in one thread, which is much slower."""
 
@@ -210,22 +223,6 @@ class Dropout(nn.Dropout):
         if self.training and fast:
             return _CpuDropout.apply(x, self.p)
         return super().forward(x)
-
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
-
-GATED = "swiglu"
-"""Activation of a gated feed-forward layer: ``silu(gate) * inner``, both from one projection (Shazeer 2020)."""
-
-NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
-
-_CPU_NUMBERS = 2**21
-"""Number of values in the widest layer that a CPU processes at a time. Inputs of the next layer are then still in its
-cache, and memory is reused instead of being requested from the system (which clears it first) for each layer."""
-
-
-_WIDE = 512
-"""Layer width above which a CPU trades time for memory."""
 
 
 class StackOutput(NamedTuple):

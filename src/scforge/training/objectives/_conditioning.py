@@ -17,6 +17,9 @@ from scforge.training.objectives.base import Objective
 if TYPE_CHECKING:
     import pandas as pd
 
+IN_THE_MEAN = "these cells are decoded with the mean of all batches."
+"""How cells of unknown batches are treated."""
+
 
 def check_classes(argument: str, classes: Any, key_argument: str, key: str | None) -> list[str] | None:
     """Return the names of classes as a list, or None.
@@ -93,10 +96,6 @@ def of_block(key: str | None, numbers: np.ndarray | None, block: CellBlock) -> t
     if numbers is None:
         raise TrainingError(f"the classes in column {key!r} are unknown; call the bind method of the objective first.")
     return torch.from_numpy(numbers[block.rows])
-
-
-IN_THE_MEAN = "these cells are decoded with the mean of all batches."
-"""How cells of unknown batches are treated."""
 
 
 class TellsBatches(Objective):

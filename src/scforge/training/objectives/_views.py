@@ -21,6 +21,23 @@ _SINGLY = 8.0
 _NORMAL_ABOVE = 1000.0
 """Count above which the binomial is sampled from its normal approximation (relative error of the spread < 0.1%)."""
 
+_COVARIANCE, _DIRECTION, _CELLS = "geometry_covariance", "geometry_direction", "geometry_cells"
+
+_MIN_CELLS = 8
+"""Mean number of cells per step below which the covariance is not estimated."""
+
+_MIN_DIMS = 3
+"""Number of dimensions below which the effective rank is not informative: one of two dimensions may suffice."""
+
+_LINE = 1.01
+"""Effective rank below which cells lie on a line: other directions explain less than a thousandth of the variance."""
+
+_NARROW, _THIN = 0.99, 1.5
+"""Mean cosine above which, and effective rank below which, cells lie on a line far from the origin."""
+
+_POINT = 0.9999
+"""Mean cosine above which all cells lie at one point: they differ by less than 1% of their length."""
+
 
 @numba.njit(cache=True)
 def _binomial(n, p, key, position):
@@ -204,24 +221,6 @@ class SeesViews(Objective):
         """Tokenize one view of each block."""
         keep, dropout = (self.keep_min, self.keep_max), (0.0, self.gene_dropout)
         return tokenized_views(blocks, tokenizer, keep=keep, gene_dropout=dropout, epoch=epoch, seed=seed)
-
-
-_COVARIANCE, _DIRECTION, _CELLS = "geometry_covariance", "geometry_direction", "geometry_cells"
-
-_MIN_CELLS = 8
-"""Mean number of cells per step below which the covariance is not estimated."""
-
-_MIN_DIMS = 3
-"""Number of dimensions below which the effective rank is not informative: one of two dimensions may suffice."""
-
-_LINE = 1.01
-"""Effective rank below which cells lie on a line: other directions explain less than a thousandth of the variance."""
-
-_NARROW, _THIN = 0.99, 1.5
-"""Mean cosine above which, and effective rank below which, cells lie on a line far from the origin."""
-
-_POINT = 0.9999
-"""Mean cosine above which all cells lie at one point: they differ by less than 1% of their length."""
 
 
 def geometry_moments(z_bd: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -21,6 +21,22 @@ from scforge.tokenizers.base import TokenBatch, Tokenizer
 if TYPE_CHECKING:
     import pandas as pd
 
+OBJECTIVES: Registry[type[Objective]] = Registry(
+    "objective",
+    group="scforge.objectives",
+    members=("defaults",),
+    builtin={
+        "joint_embedding": "scforge.training.objectives.joint_embedding",
+        "masked_diffusion": "scforge.training.objectives.masked_diffusion",
+        "masked_gene_prediction": "scforge.training.objectives.masked_gene_prediction",
+        "masked_value_prediction": "scforge.training.objectives.masked_value_prediction",
+        "neighbor_denoising": "scforge.training.objectives.neighbor_denoising",
+        "next_gene_prediction": "scforge.training.objectives.next_gene_prediction",
+        "variational": "scforge.training.objectives.variational",
+    },
+    base="scforge.training.Objective",
+)
+
 
 @dataclass(frozen=True)
 class TrainingDefaults:
@@ -233,22 +249,6 @@ def loss_of(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         )
     return loss
 
-
-OBJECTIVES: Registry[type[Objective]] = Registry(
-    "objective",
-    group="scforge.objectives",
-    members=("defaults",),
-    builtin={
-        "joint_embedding": "scforge.training.objectives.joint_embedding",
-        "masked_diffusion": "scforge.training.objectives.masked_diffusion",
-        "masked_gene_prediction": "scforge.training.objectives.masked_gene_prediction",
-        "masked_value_prediction": "scforge.training.objectives.masked_value_prediction",
-        "neighbor_denoising": "scforge.training.objectives.neighbor_denoising",
-        "next_gene_prediction": "scforge.training.objectives.next_gene_prediction",
-        "variational": "scforge.training.objectives.variational",
-    },
-    base="scforge.training.Objective",
-)
 
 register_objective, list_objectives = OBJECTIVES.register, OBJECTIVES.names
 

@@ -25,6 +25,9 @@ from scforge.training.objectives.base import TrainingDefaults, mismatch, registe
 _ACTIVE = 0.01
 """Minimum variance over cells of the mean of an active latent dimension (Burda et al. 2016)."""
 
+_OF_THE_OBJECTIVE = {"profile_genes", "profile_values", "kl_share", "cell_type", "batch"}
+"""Keys of a batch that are not arguments of `infer`."""
+
 
 @register_objective("variational")
 class Variational(TellsLabels):
@@ -211,10 +214,6 @@ class Variational(TellsLabels):
             if labeled > 0:
                 means["accuracy"] = right / labeled
         return {**super().summarize(means), **units}
-
-
-_OF_THE_OBJECTIVE = {"profile_genes", "profile_values", "kl_share", "cell_type", "batch"}
-"""Keys of a batch that are not arguments of `infer`."""
 
 
 def check_latent(

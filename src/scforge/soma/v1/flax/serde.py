@@ -11,9 +11,10 @@ from jax import Array
 
 from scforge.soma.v1 import serde
 
-type _Path = tuple[Any, ...]
-
 _NAMES = {"embedding": "weight", "kernel": "weight", "scale": "gamma"}
+
+
+type _Path = tuple[Any, ...]
 
 
 class Serde[M: nnx.Module](serde.Serde[M]):
