@@ -12,8 +12,7 @@ import pandas as pd
 import pytest
 from scipy import sparse
 
-from scforge.data import CellOrder, convert, open_cells
-from scforge.data import readers as remote
+from scforge.data import CellOrder, convert, open_cells, remote
 from scforge.data.readers import open_streams
 from scforge.data.remote import open_group
 from scforge.data.store import StoreCells

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from scipy import sparse
 
-from scforge.data import readers as stream_memory
+from scforge.data import memory
 from scforge.data.memory import available_memory
 from scforge.data.readers import open_streams
 from scforge.errors import DataError, MissingFileError, OptionError
@@ -86,13 +86,13 @@ OLD = f"{OUTER}/memory"
 def test_the_tightest_limit_of_memory_counts(files, expected, monkeypatch):
     meminfo = "MemTotal: 16000 kB\nMemAvailable: 9000 kB\nHugePages_Total: 0\n"
     system = {"/proc/meminfo": meminfo, "/proc/self/cgroup": "0::/user/job\n", **files}
-    monkeypatch.setattr(stream_memory, "_text", lambda path: system.get(Path(path).as_posix(), ""))
+    monkeypatch.setattr(memory, "_text", lambda path: system.get(Path(path).as_posix(), ""))
     assert available_memory() == expected
 
 
 def test_memory_of_a_system_without_these_files(monkeypatch):
     assert 10**7 < available_memory() < 10**14
-    monkeypatch.setattr(stream_memory, "_text", lambda path: "")
+    monkeypatch.setattr(memory, "_text", lambda path: "")
     assert available_memory() > 10**8
     monkeypatch.delattr("os.sysconf")
     assert available_memory() is None

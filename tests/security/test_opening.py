@@ -269,9 +269,9 @@ def test_protocols_in_upper_case(saved: Path) -> None:
 
 
 def test_what_is_listed_opens() -> None:
-    group = scforge.data.readers.open_group("memory://security/a.zarr", mode="w")
+    group = scforge.data.remote.open_group("memory://security/a.zarr", mode="w")
     group.create_array("x", data=np.arange(3))
-    assert scforge.data.readers.open_group("memory://security/a.zarr")["x"][:].tolist() == [0, 1, 2]
+    assert scforge.data.remote.open_group("memory://security/a.zarr")["x"][:].tolist() == [0, 1, 2]
 
 
 # Sizes

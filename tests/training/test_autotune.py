@@ -17,11 +17,11 @@ def test_more_memory_means_more_cells(masked_setup, monkeypatch):
     assert 0 < one < four
     sizes = []
     for there in (one // 2, 4 * one, 2**40):
-        monkeypatch.setattr("scforge.training.fitting.available_memory", lambda there=there: 3 * there)
+        monkeypatch.setattr("scforge.training.autotune.available_memory", lambda there=there: 3 * there)
         sizes.append(find_batch_size(module, data, CPU))
     assert sizes[0] <= sizes[1] <= sizes[2] == 4  # 50 cells in at least 8 steps
     assert sizes[0] < sizes[2]
-    monkeypatch.setattr("scforge.training.fitting.available_memory", lambda: 10)
+    monkeypatch.setattr("scforge.training.autotune.available_memory", lambda: 10)
     with pytest.raises(TrainingError, match=r"memory ran out with a batch of one cell; lower .*max_len"):
         find_batch_size(module, data, CPU)
     for faster, precision in ((0.0, "bf16-mixed"), (1e9, "32-true")):
