@@ -87,11 +87,11 @@ def check_bool(argument: str, value: Any) -> bool:
     return value
 
 
-def check_seed(value: Any, *, argument: str = "seed") -> int:
+def check_seed(value: Any) -> int:
     """Return a seed as a Python integer. Raises an error if it is not an integer from 0 to 2^63 - 1."""
-    check_count(argument, value, "", least=0)
+    check_count("seed", value, "", least=0)
     if value >= 2**63:
-        raise OptionError(f"{argument}={value!r} is too large; pass a number below 2^63.")
+        raise OptionError(f"seed={value!r} is too large; pass a number below 2^63.")
     return int(value)
 
 

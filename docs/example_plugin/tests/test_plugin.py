@@ -10,7 +10,7 @@ from scforge.config import load_config
 from scforge.eval import get_benchmark, list_benchmarks
 from scforge.finetuning import list_tasks
 from scforge.models import Encoder, list_models
-from scforge.testing import check_model, check_tokenizer
+from scforge.testing import check_model, check_objective, check_tokenizer
 from scforge.tokenizers import list_tokenizers
 from scforge.training import list_objectives
 from scforge.workflows import train_from_config
@@ -51,6 +51,7 @@ def test_it_keeps_the_rules() -> None:
     check_model("example_model", hidden_dim=16, num_layers=2)
     check_tokenizer("example_tokenizer")
     check_tokenizer("example_tokenizer", power=1.0, append_cls=False)
+    check_objective("example_objective", architecture="transformer_encoder", tokenizer="rank_value", weight=0.2)
 
 
 def test_it_trains_and_comes_back(adata: AnnData, tmp_path) -> None:

@@ -82,11 +82,11 @@ def compressed_problem(matrix: Any) -> str | None:
     return boundary_problem(matrix.indptr, n_entries) or index_problem(matrix.indices[: matrix.indptr[-1]], n_minor)
 
 
-def boundary_problem(indptr: np.ndarray, n_entries: int, *, first: int = 0) -> str | None:
-    """Return the problem with boundaries that should start at `first` and fit `n_entries` entries, or None."""
+def boundary_problem(indptr: np.ndarray, n_entries: int) -> str | None:
+    """Return the problem with boundaries that should start at 0 and fit `n_entries` entries, or None."""
     if (indptr[1:] < indptr[:-1]).any():
         return "indptr is not in ascending order"
-    if int(indptr[0]) != first or int(indptr[-1]) > n_entries:
+    if int(indptr[0]) != 0 or int(indptr[-1]) > n_entries:
         return f"indptr runs from {indptr[0]} to {indptr[-1]}, but there are {n_entries} entries"
     return None
 

@@ -206,8 +206,9 @@ def calibration(
     return ax
 
 
-def _wilson(share: np.ndarray, n: np.ndarray, z: float = 1.96) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ends of the confidence interval of fractions of `n` (Wilson 1927)."""
+def _wilson(share: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ends of the confidence interval of fractions of `n` at 95% (Wilson 1927)."""
+    z = 1.96
     middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z * np.sqrt(share * (1 - share) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)
     return middle - half, middle + half

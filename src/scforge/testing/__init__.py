@@ -7,6 +7,7 @@ from scforge._lazy import lazy_names
 _NAMES = {
     "SimulatedScreen": "scforge.testing.screens",
     "check_model": "scforge.testing.models",
+    "check_objective": "scforge.testing.objectives",
     "check_tokenizer": "scforge.testing.tokenizers",
     "simulate_screen": "scforge.testing.screens",
 }

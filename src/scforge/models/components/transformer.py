@@ -1,4 +1,4 @@
-"""Transformer blocks, unpadded attention, and dropout whose random numbers do not depend on the batch."""
+"""Transformer blocks, attention without padding, and dropout that is fast on a CPU."""
 
 from __future__ import annotations
 
