@@ -1,3 +1,4 @@
+import json
 import re
 import subprocess
 import tomllib
@@ -89,3 +90,11 @@ def test_files_that_the_design_names_exist():
     assert min(len(tests), len(named - tests)) > 10
     assert [name for name in sorted(named - tests) if not (ROOT / "src" / "scforge" / name).is_file()] == []
     assert [name for name in sorted(tests) if not list((ROOT / "tests").rglob(name))] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_have_cells_with_ids_of_their_own_and_no_outputs(path):
+    cells = json.loads(path.read_text())["cells"]
+    ids = [cell["id"] for cell in cells]
+    assert len(set(ids)) == len(ids)
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
