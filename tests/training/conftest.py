@@ -11,6 +11,7 @@ from scforge.models import GenePoolingModel
 from scforge.tokenizers import get_tokenizer
 from scforge.training import CellDataModule, JointEmbedding, MaskedGenePrediction, TrainingPlan
 from scforge.training.fitting import FitResult, fit
+from scforge.training.options import TrainOptions
 
 
 class Setup:
@@ -43,8 +44,8 @@ class Setup:
         return TrainingPlan(self.module, self.objective, **{"lr": 1e-2, **options})
 
     def fit(self, plan=None, data=None, **options) -> FitResult:
-        options = {"max_epochs": 3, "progress_bar": False, "accelerator": "cpu", **options}
-        return fit(plan or self.plan(), data or self.data(), **options)
+        options = {"max_epochs": 3, "progress_bar": False, "accelerator": "cpu", "gradient_clip_val": 0, **options}
+        return fit(plan or self.plan(), data or self.data(), TrainOptions.from_arguments(options))
 
 
 @pytest.fixture
@@ -88,6 +89,9 @@ def train_on() -> Callable[..., dict[str, list[float]]]:
         split = {"train_rows": rows[:-n_held_out], "validation_rows": rows[-n_held_out:]}
         data = CellDataModule(cells, tokenizer, objective, batch_size=batch_size, **split)
         plan = TrainingPlan(module, objective, lr=lr)
-        return fit(plan, data, max_epochs=epochs, early_stopping=False, progress_bar=False, accelerator="cpu").history
+        options = TrainOptions(
+            max_epochs=epochs, early_stopping=False, progress_bar=False, accelerator="cpu", gradient_clip_val=0
+        )
+        return fit(plan, data, options).history
 
     return train_on

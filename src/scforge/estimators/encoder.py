@@ -63,7 +63,7 @@ from scforge.estimators.spec import (
     vocab_of_adata,
     vocab_of_cells,
 )
-from scforge.estimators.training import OF_PLAN, run_training, train_options
+from scforge.estimators.training import run_training, train_options
 from scforge.eval.report import write_scores
 from scforge.finetuning.adapters import adapters_disabled, digest_of, has_lora, merge_lora, merged
 from scforge.finetuning.base import Evaluated, EvaluationContext, Predictor, Task
@@ -301,7 +301,7 @@ class Encoder(CellModel):
             max_tokens_per_batch=how.max_tokens_per_batch,
             num_threads=how.num_threads,
         )
-        of_plan = {name: getattr(how, name) for name in OF_PLAN}
+        of_plan = how.of_plan()
         if self.is_trained_ and isinstance(objective, SupervisedTask) and how.lr is None and how.schedule is None:
             # The schedule has ended; at its peak again, the head would first lose what it has learned.
             of_plan |= {"lr": _CONTINUED * objective.defaults.lr, "schedule": "constant"}

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,6 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from safetensors import SafetensorError
 
-from scforge._checks import check_count, check_positive
 from scforge._io import remove_model
 from scforge._progress import announce
 from scforge._registry import check_options
@@ -37,7 +37,7 @@ from scforge.training.checkpoint import (
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import compiled, gradient_checkpointing, n_processes, root_device
 from scforge.training.fitting import FitResult, SaveBest, default_max_epochs, fit
-from scforge.training.options import TrainOptions
+from scforge.training.options import OF_PLAN, TrainOptions
 from scforge.training.plan import NotFiniteError, TrainingPlan
 from scforge.training.run_folder import RunFolder, check_state, read_state, write_state
 
@@ -49,17 +49,6 @@ logger = logging.getLogger("scforge")
 _AUTO = "auto"
 _OF_OUTCOME = ("check_val_every_n_epoch", "gradient_clip_algorithm", "limit_train_batches", "val_check_interval")
 """Additional Lightning Trainer options that affect the result of a training run."""
-
-_DECISIVE = ("max_steps", "gradient_clip_val", "accumulate_grad_batches", "ema_decay", "gradual_unfreezing")
-"""Options of :class:`TrainOptions` that affect the result, in addition to the options of the plan."""
-OF_PLAN = ("optimizer", "lr", "weight_decay", "schedule", "warmup_steps", "layer_lr_decay")
-"""Options of :class:`TrainOptions` that a :class:`TrainingPlan` takes."""
-_OF_FIT = (
-    *("max_steps", "ema_decay", "callbacks", "accelerator", "devices", "num_nodes", "accumulate_grad_batches"),
-    *("early_stopping", "early_stopping_patience", "gradual_unfreezing", "strategy", "progress_bar", "logger"),
-    "log_every_n_steps",
-)
-"""Options of :class:`TrainOptions` that are passed to :func:`fit` unchanged."""
 
 _NOT_RESUMED = {"limit_train_batches": None, "val_check_interval": 1.0, "overfit_batches": 0.0}
 """Lightning Trainer options that do not support resuming, and their default values."""
@@ -104,19 +93,12 @@ def train_options(
     own = TrainOptions.names()
     of_trainer = set(inspect.signature(lightning.Trainer).parameters) - set(_OF_OTHERS) - set(own)
     check_options("training option", "train", sorted(further.keys() - of_trainer), own, _OF_OTHERS)
-    trainer = {name: further.pop(name) for name in of_trainer & further.keys()}
-    return TrainOptions(**{**given, **further}, trainer_kwargs=trainer)
+    return TrainOptions.from_arguments({**given, **further})
 
 
 def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how: TrainOptions) -> None:
     """Train with a bound data module, or resume a training run."""
     precision, batch_size, max_epochs = how.precision, how.batch_size, how.max_epochs
-    check_count("save_top_k", how.save_top_k, "epochs", least=-1)
-    check_count("keep_last", how.keep_last, "states")
-    check_count("accumulate_grad_batches", how.accumulate_grad_batches, "batches")
-    check_positive("gradient_clip_val", how.gradient_clip_val, or_zero=True, hint="0 does not clip")
-    if how.checkpoint_every_n_steps is not None:
-        check_count("checkpoint_every_n_steps", how.checkpoint_every_n_steps, "steps")
     if model._is_query and (precision in ("16-true", "bf16-true") or how.strategy == "fsdp"):
         given = f"precision={precision!r} with strategy={how.strategy!r}"
         raise OptionError(
@@ -170,7 +152,7 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
             max_epochs=max_epochs,
             precision=precision or "32-true",
             processes=processes,
-            **{name: getattr(how, name) for name in _DECISIVE},
+            **how.decisive(),
             **{name: str(how.trainer_kwargs[name]) for name in _OF_OUTCOME if name in how.trainer_kwargs},
             **({} if folder is None and found is None else _fingerprint(model, data)),
         )
@@ -202,16 +184,7 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         torch.manual_seed(model.seed + model.n_epochs_ + 1_000_003 * rank)
         error: NotFiniteError | SavingError | None = None
         try:
-            result = fit(
-                plan,
-                data,
-                max_epochs=max_epochs,
-                saving=saving,
-                precision=precision,
-                gradient_clip_val=how.gradient_clip_val or None,
-                **{name: getattr(how, name) for name in _OF_FIT},
-                **how.trainer_kwargs,
-            )
+            result = fit(plan, data, replace(how, max_epochs=max_epochs, precision=precision), saving=saving)
         except (NotFiniteError, SavingError) as failure:  # the best weights so far are in it
             result, error = failure.result, failure
     if folder is not None:

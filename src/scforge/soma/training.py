@@ -38,6 +38,7 @@ from scforge.training.devices import out_of_memory
 from scforge.training.fitting import FitResult, default_max_epochs, fit
 from scforge.training.monitoring import EpochProgress
 from scforge.training.objectives.base import TrainingDefaults
+from scforge.training.options import TrainOptions
 from scforge.training.plan import NotFiniteError, TrainingPlan
 from scforge.training.run_folder import RunFolder, check_state, read_state, write_state
 
@@ -342,21 +343,22 @@ def train(
         result = _fit(
             plan,
             data,
-            max_epochs=max_epochs,
-            max_steps=max_steps,
-            progress_bar=False,
-            callbacks=[ByteProgress()] if progress_bar else [],
-            saving=SaveOptions(
+            TrainOptions(
+                max_epochs=max_epochs,
+                max_steps=max_steps,
+                progress_bar=False,
+                callbacks=[ByteProgress()] if progress_bar else [],
+                precision=precision,
+                accelerator=place_of_work.type,
+                devices=1 if place_of_work.index is None else [place_of_work.index],
+            ),
+            SaveOptions(
                 write=_writer(model, folder, seq_len, facts),
                 every_n_steps=checkpoint_every_n_steps,
                 settings=settings,
                 resume=state,
                 begin=begin,
             ),
-            precision=precision,
-            gradient_clip_val=1.0,
-            accelerator=place_of_work.type,
-            devices=1 if place_of_work.index is None else [place_of_work.index],
         )
         model.to("cpu", torch.float32).eval()
         if result.interrupted:
@@ -436,11 +438,11 @@ def _writer(
     return write
 
 
-def _fit(plan: TrainingPlan, data: Any, **options: Any) -> FitResult:
+def _fit(plan: TrainingPlan, data: Any, options: TrainOptions, saving: SaveOptions) -> FitResult:
     """Train the model; error messages refer to bytes instead of cells."""
     data.tokenizer = data  # used by the hint about memory below
     try:
-        return fit(plan, data, **options)
+        return fit(plan, data, options, saving=saving)
     except NotFiniteError as error:
         raise TrainingError(f"{first_line(error).split(';')[0]}; lower the learning rate (lr).") from error
     except TrainingError as error:

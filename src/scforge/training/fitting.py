@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from scforge._checks import check_bool, check_count
 from scforge.errors import OptionError, TrainingError, warn
 from scforge.training.checkpoint import (
     BestWeights,
@@ -46,6 +45,7 @@ from scforge.training.devices import (
 )
 from scforge.training.monitoring import EpochProgress, History, Monitor, PurgingTensorBoardLogger
 from scforge.training.objectives.base import TrainingDefaults
+from scforge.training.options import TrainOptions
 from scforge.training.plan import GradualUnfreezing, NotFiniteError, TrainingPlan
 
 logger = logging.getLogger("scforge")
@@ -240,21 +240,7 @@ def _quiet() -> Iterator[None]:
 
 
 def fit(
-    plan: TrainingPlan,
-    data: CellDataModule,
-    *,
-    max_epochs: int | None = None,
-    max_steps: int = -1,
-    early_stopping: bool = True,
-    early_stopping_patience: int = 10,
-    gradual_unfreezing: int | None = None,
-    ema_decay: float | None = None,
-    strategy: str = "auto",
-    progress_bar: bool = True,
-    log_every_n_steps: int = 10,
-    saving: SaveOptions | None = None,
-    callbacks: Sequence[Callback] = (),
-    **trainer_options: Any,
+    plan: TrainingPlan, data: CellDataModule, options: TrainOptions, *, saving: SaveOptions | None = None
 ) -> FitResult:
     """Train a module and load the weights of its best epoch.
 
@@ -262,34 +248,11 @@ def fit(
     ----------
     plan, data
         The module with its objective, and the data to train on.
-    max_epochs
-        Maximum number of epochs. If None, depends on the number of cells (see :func:`default_max_epochs`); -1 sets no
-        limit except `max_steps`.
-    max_steps
-        Maximum number of optimizer steps; -1 for no limit.
-    early_stopping
-        Whether to stop if the validation loss (or the metric that the objective specifies) has not improved for
-        `early_stopping_patience` epochs after the learning-rate warm-up. Requires validation cells.
-    early_stopping_patience
-        Number of epochs without improvement before training stops.
-    gradual_unfreezing
-        Number of epochs between unfreezing two layers (see :class:`scforge.training.plan.GradualUnfreezing`). If None,
-        trains all layers from the start.
-    ema_decay
-        Decay of an exponential moving average of the weights, which is validated and kept. If None, keeps the weights
-        themselves.
-    strategy
-        ``"auto"``, ``"ddp"`` or ``"fsdp"``.
-    progress_bar
-        Whether to show a progress bar.
-    log_every_n_steps
-        Number of optimizer steps between two logged rows.
+    options
+        Options of the training run, except those of the plan, the data and the saving. If ``max_epochs`` is None, it
+        depends on the number of cells (see :func:`default_max_epochs`); -1 sets no limit except ``max_steps``.
     saving
         Checkpoint folder and the checkpoint to resume from, or None.
-    callbacks
-        Additional Lightning callbacks.
-    **trainer_options
-        Options of :class:`lightning.Trainer`, e.g. ``accelerator``, ``devices``, ``precision``, ``logger``.
 
     Returns
     -------
@@ -314,18 +277,12 @@ def fit(
     >>> objective = scforge.training.JointEmbedding()
     >>> data = scforge.training.CellDataModule(cells, tokenizer, objective, batch_size=20)
     >>> plan = scforge.training.TrainingPlan(module, objective)
-    >>> result = fit(plan, data, max_epochs=2, progress_bar=False, accelerator="cpu", logger=False)
+    >>> result = fit(plan, data, TrainOptions(max_epochs=2, progress_bar=False, accelerator="cpu"))
     >>> result.n_epochs, len(result.history["validation_loss"])
     (2, 2)
     """
-    if max_epochs is not None and not (max_epochs == -1 and max_steps > 0):
-        check_count("max_epochs", max_epochs, "epochs")
-    if max_steps != -1:
-        check_count("max_steps", max_steps, "steps")
-    check_bool("early_stopping", early_stopping)
-    check_bool("progress_bar", progress_bar)
-    check_count("early_stopping_patience", early_stopping_patience, "epochs")
-    check_count("log_every_n_steps", log_every_n_steps, "steps")
+    max_epochs, max_steps, trainer_options = options.max_epochs, options.max_steps, options.of_trainer()
+    patience = options.early_stopping_patience if options.early_stopping else None
     if (n_train := len(data.train_rows)) < _FEW_CELLS:
         warn(
             f"The model is trained on {n_train} cells, which are too few to select the best epoch; pass at least "
@@ -333,12 +290,13 @@ def fit(
         )
     if max_epochs is None:
         max_epochs = default_max_epochs(plan.objective.defaults, n_train) if max_steps < 0 else -1
+    callbacks: Any = options.callbacks
     for one in (callbacks := [callbacks] if isinstance(callbacks, Callback) else list(callbacks)):
         if not isinstance(one, Callback):
             raise OptionError(
                 f"callbacks contains an object of type {type(one).__name__!r}; pass lightning.pytorch callbacks."
             )
-    given = trainer_options.get("logger")
+    given = options.logger
     for one in (loggers := list(given) if isinstance(given, list | tuple) else [given]):
         if not isinstance(one, bool | Logger | None):
             raise OptionError(
@@ -354,28 +312,28 @@ def fit(
     stop = GracefulStop(saves=saving.write is not None)
     # History comes first, so a loss of NaN stops the run before anything is saved.
     own: list[Callback] = [history]
-    if ema_decay is not None:
-        if strategy == "fsdp":
+    if options.ema_decay is not None:
+        if options.strategy == "fsdp":
             raise OptionError(
-                f"ema_decay={ema_decay!r} needs unsharded weights and does not work with strategy='fsdp'; omit "
+                f"ema_decay={options.ema_decay!r} needs unsharded weights and does not work with strategy='fsdp'; omit "
                 "ema_decay, or use strategy='ddp'."
             )
-        own.append(MovingAverage(ema_decay))
+        own.append(MovingAverage(options.ema_decay))
     own += [best, stop]
-    if gradual_unfreezing is not None:
-        own.append(GradualUnfreezing(gradual_unfreezing))
-    if progress_bar:
+    if options.gradual_unfreezing is not None:
+        own.append(GradualUnfreezing(options.gradual_unfreezing))
+    if options.progress_bar:
         own.append(EpochProgress())
-    if early_stopping and has_validation:
-        own.append(StopAfterWarmup(monitor, mode=mode, patience=early_stopping_patience))
+    if patience is not None and has_validation:
+        own.append(StopAfterWarmup(monitor, mode=mode, patience=patience))
     if saving.best is not None:
         own.append(saving.best(monitor, mode))
-    if trainer_options.get("logger"):
-        own.append(Monitor(history, every_n_steps=log_every_n_steps, settings=dict(saving.settings)))
+    if given:
+        own.append(Monitor(history, every_n_steps=options.log_every_n_steps, settings=dict(saving.settings)))
     state = SaveState(saving, data=data, stop=stop)
     plan.begin()
     device, interrupted, error = torch.device("cpu"), False, None
-    if saving.is_over(max_epochs, max_steps, early_stopping_patience if early_stopping else None):
+    if saving.is_over(max_epochs, max_steps, patience):
         assert saving.resume is not None
         with restoring():
             history.load_state_dict(saving.resume["callbacks"]["History"])
@@ -392,8 +350,8 @@ def fit(
                 max_epochs=max_epochs,
                 max_steps=max_steps,
                 callbacks=[*own, *callbacks, state],
-                strategy=strategy,
-                log_every_n_steps=log_every_n_steps,
+                strategy=options.strategy,
+                log_every_n_steps=options.log_every_n_steps,
                 **trainer_options,
             )
             interrupted, error = _run(trainer, plan, data)
@@ -426,7 +384,7 @@ def fit(
     return result
 
 
-def _trainer(*, strategy: str, accelerator: str = "auto", devices: Any = 1, num_nodes: int = 1, **options: Any) -> Any:
+def _trainer(*, strategy: str, accelerator: str, devices: Any, num_nodes: int, **options: Any) -> Any:
     global _trained_alone
     ensure_devices(accelerator, devices)
     processes = n_processes(accelerator, devices, num_nodes)

@@ -5,10 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+
+from scforge._checks import check_bool, check_count, check_positive
 
 if TYPE_CHECKING:
     from scforge.training.datamodule import CellDataModule
+
+OF_PLAN = ("optimizer", "lr", "weight_decay", "schedule", "warmup_steps", "layer_lr_decay")
+"""Options that a :class:`TrainingPlan` takes."""
+
+_DECISIVE = ("max_steps", "gradient_clip_val", "accumulate_grad_batches", "ema_decay", "gradual_unfreezing")
+"""Options that affect the result, in addition to those of the plan, the epochs and the precision."""
+
+_OF_TRAINER = ("accelerator", "devices", "num_nodes", "precision", "accumulate_grad_batches", "logger")
+"""Options that :class:`lightning.Trainer` takes unchanged."""
 
 
 @dataclass(kw_only=True)
@@ -138,6 +149,41 @@ class TrainOptions:
     overwrite: bool = False
     callbacks: Sequence[Any] = ()
     trainer_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.max_epochs is not None and not (self.max_epochs == -1 and self.max_steps > 0):
+            check_count("max_epochs", self.max_epochs, "epochs")
+        if self.max_steps != -1:
+            check_count("max_steps", self.max_steps, "steps")
+        check_bool("early_stopping", self.early_stopping)
+        check_bool("progress_bar", self.progress_bar)
+        check_count("early_stopping_patience", self.early_stopping_patience, "epochs")
+        check_count("log_every_n_steps", self.log_every_n_steps, "steps")
+        check_count("save_top_k", self.save_top_k, "epochs", least=-1)
+        check_count("keep_last", self.keep_last, "states")
+        check_count("accumulate_grad_batches", self.accumulate_grad_batches, "batches")
+        check_positive("gradient_clip_val", self.gradient_clip_val, or_zero=True, hint="0 does not clip")
+        if self.checkpoint_every_n_steps is not None:
+            check_count("checkpoint_every_n_steps", self.checkpoint_every_n_steps, "steps")
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> Self:
+        """Return the options in `arguments`, of which those with other names are options of the Trainer."""
+        own = {name: value for name, value in arguments.items() if name in cls.names()}
+        return cls(**own, trainer_kwargs={name: arguments[name] for name in arguments.keys() - own.keys()})
+
+    def of_plan(self) -> dict[str, Any]:
+        """Return the options of the training plan."""
+        return {name: getattr(self, name) for name in OF_PLAN}
+
+    def of_trainer(self) -> dict[str, Any]:
+        """Return the options of :class:`lightning.Trainer`."""
+        own = {name: getattr(self, name) for name in _OF_TRAINER}
+        return {**own, "gradient_clip_val": self.gradient_clip_val or None, **self.trainer_kwargs}
+
+    def decisive(self) -> dict[str, Any]:
+        """Return the options that affect the result of a training run, in addition to those of the plan."""
+        return {name: getattr(self, name) for name in _DECISIVE}
 
     @classmethod
     def names(cls) -> list[str]:
