@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -97,16 +98,17 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def table(results: pd.DataFrame, argument: str) -> str:
-    """Return means over runs as Markdown, for an argument such as ``transformer_total``."""
+    """Return means on the data sets used for tuning as Markdown, for an argument such as ``transformer_total``."""
     base, metric = argument.split("_", 1)
-    return means(results[results["model"] == base], metric, "dataset", DATASETS, METHODS)
+    return means(results[results["model"] == base], metric, "dataset", TUNING, METHODS)
 
 
 def against_harmony(results: pd.DataFrame) -> str:
     """Return the total of each model and data set, with the paired difference from Harmony, as Markdown."""
     lines = ["| model | data set | n | frozen | Harmony on it | fine-tuned | difference |", f"|{'---|' * 7}"]
     of_total = results[results["metric"] == "total"]
-    for (base, dataset), part in of_total.groupby(["model", "dataset"], sort=False):
+    for base, dataset in product(BASES, DATASETS):
+        part = of_total[(of_total["model"] == base) & (of_total["dataset"] == dataset)]
         wide = part.pivot(index="run", columns="method", values="value").reindex(columns=METHODS)
         wide = wide.dropna(subset=[HARMONY, "fine-tuned"])
         if wide.empty:
@@ -114,7 +116,8 @@ def against_harmony(results: pd.DataFrame) -> str:
         values = " | ".join(f"{wide[name].mean():.3f}" for name in (FROZEN, HARMONY, "fine-tuned"))
         gains = wide["fine-tuned"] - wide[HARMONY]
         gain = difference(gains) if len(gains) > 1 else f"{gains.item():+.3f}, one run"
-        lines.append(f"| {base} | {dataset} | {len(wide)} | {values} | {gain} |")
+        name = dataset if dataset in TUNING else f"{dataset} (test)"
+        lines.append(f"| {base} | {name} | {len(wide)} | {values} | {gain} |")
     return "\n".join(lines)
 
 
