@@ -2,8 +2,8 @@
 
 Every method is fitted without labels on the same 80 % of the cells, drawn for each run, with the seed of the run. The
 scores are scib-metrics' on up to 3,000 of these cells: `total` is 0.6 `bio` + 0.4 `batch`, and `total_without_leiden`
-leaves out NMI and ARI of Leiden clusters. Methods are those of ``transfer.py``, but scVI stops early; scANVI alone is
-told labels. Hyper-parameters may be chosen on the data sets in ``TUNING`` only; those in ``TEST`` are and stay tests,
+leaves out NMI and ARI of Leiden clusters. Methods are those of ``transfer.py``, but scVI stops early; scANVI alone
+learns from labels. Hyper-parameters may be chosen on the data sets in ``TUNING`` only; those in ``TEST`` are and stay tests,
 and are run once, with everything fixed. The results go into ``benchmarks/results/integration.csv``, from which
 ``--docs`` makes tables::
 
@@ -151,9 +151,9 @@ def components(pair: Pair, seed: int, *, scale: bool) -> tuple[np.ndarray, np.nd
 
 
 def scvi(pair: Pair, seed: int, *, tuned: bool, learns_labels: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """scVI, or scANVI that starts from it and is told the labels of half of the cells; these are scored as well."""
-    told, _ = with_hidden_labels(both(pair), seed)
-    train = partial(transfer.scvi_of_reference, (told, told), seed, tuned=tuned, early_stopping=True)
+    """scVI, or scANVI that starts from it and learns from the labels of half of the scored cells."""
+    cells, _ = with_hidden_labels(both(pair), seed)
+    train = partial(transfer.scvi_of_reference, (cells, cells), seed, tuned=tuned, early_stopping=True)
     _, model = trained_once(pair, train, f"scvi {tuned}")
     if learns_labels:
         model = transfer.scanvi_of_all(model, seed)
