@@ -3,8 +3,8 @@
 Every method is fitted without labels on the same 80 % of the cells, drawn for each run, with the seed of the run. The
 scores are scib-metrics' on up to 3,000 of these cells: `total` is 0.6 `bio` + 0.4 `batch`, and `total_without_leiden`
 leaves out NMI and ARI of Leiden clusters. Methods are those of ``transfer.py``, but scVI stops early; scANVI alone
-learns from labels. Hyper-parameters may be chosen on the data sets in ``TUNING`` only; those in ``TEST`` are and stay tests,
-and are run once, with everything fixed. The results go into ``benchmarks/results/integration.csv``, from which
+learns from labels. Hyper-parameters may be chosen on the data sets in ``TUNING`` only; those in ``TEST`` are and stay
+tests, and are run once, with everything fixed. The results go into ``benchmarks/results/integration.csv``, from which
 ``--docs`` makes tables::
 
     python benchmarks/integration.py --data FOLDER --runs 3
