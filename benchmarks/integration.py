@@ -245,11 +245,9 @@ def overview(results: pd.DataFrame, metric: str, names: Iterable[str] = tuple(QU
         if not {*OURS} <= {*wide} or wide[list(OURS)].count().min() < 3:
             continue
         best = best_other(wide)
-        shown, gains = [], []
-        for ours in OURS:
-            paired = wide[[ours, best]].dropna()
-            shown.append(f"{paired[ours].mean():.3f}")
-            gains.append(difference(paired[ours] - paired[best]))
+        paired = wide[[*OURS, best]].dropna()
+        shown = [f"{paired[ours].mean():.3f}" for ours in OURS]
+        gains = [difference(paired[ours] - paired[best]) for ours in OURS]
         other = f"{paired[best].mean():.3f} ({best})"
         lines.append(f"| {QUESTIONS[name]} | {len(paired)} | {' | '.join([*shown, other, *gains])} |")
     return "\n".join(lines)

@@ -139,6 +139,7 @@ CASES["model"] |= {
     "another class": said(None, **{"class": "__class__"}),
     "a history of texts": said(None, history={"loss": ["low"]}),
     "a seed that is true": said(None, seed=True),
+    "a seed that is too large": said(None, seed=2**63),
     "a fine-tuning in parts": said(None, tuning={"task": {"name": ["annotation"]}, "lora": None}),
     "a base of no name": said(None, card={"base": {"name": 1}}),
     "a vocabulary with other genes": vocabulary(lambda content: content.replace("gene3", "gene4000", 1)),

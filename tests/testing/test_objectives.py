@@ -31,6 +31,42 @@ class Draws(MeanValue):
         return batch | {"values": batch["values"] + torch.rand(batch["values"].shape)}
 
 
+class DrawsUnused(MeanValue):
+    def prepare(self, block, tokenizer, *, epoch, seed):
+        torch.randperm(3)
+        return super().prepare(block, tokenizer, epoch=epoch, seed=seed)
+
+
+class DrawsUnusedOfNumpy(MeanValue):
+    def prepare(self, block, tokenizer, *, epoch, seed):
+        np.random.rand(2)
+        return super().prepare(block, tokenizer, epoch=epoch, seed=seed)
+
+
+class MissingLabels(MeanValue):
+    def prepare(self, block, tokenizer, *, epoch, seed):
+        labels = torch.full((len(block.rows),), torch.nan)
+        return super().prepare(block, tokenizer, epoch=epoch, seed=seed) | {"target": labels}
+
+    def loss(self, module, batch):
+        return super().loss(module, {name: tensor for name, tensor in batch.items() if name != "target"})
+
+
+class NumberOfCells(MeanValue):
+    def prepare(self, block, tokenizer, *, epoch, seed):
+        return super().prepare(block, tokenizer, epoch=epoch, seed=seed) | {"n": torch.tensor(len(block.rows))}
+
+
+class UsesCells(MeanValue):
+    """Initializes a model with what it has found in the training cells."""
+
+    def bind(self, cells, train_rows):
+        self.depth = float(cells.totals[train_rows].mean())
+
+    def initialize(self, module, cells, tokenizer):
+        assert self.depth > 0
+
+
 class DrawsByPosition(MeanValue):
     def prepare(self, block, tokenizer, *, epoch, seed):
         batch = super().prepare(block, tokenizer, epoch=epoch, seed=seed)
@@ -86,6 +122,8 @@ class WithoutDefaults(MeanValue):
 def test_an_objective_that_keeps_the_rules():
     check_objective(MeanValue)
     check_objective(MeanValue(weight=0.5), architecture="mlp")
+    check_objective(MissingLabels)
+    check_objective(UsesCells)
     check_objective(MaskedGenePrediction, architecture="transformer_encoder", tokenizer="rank_value", mask_ratio=0.3)
 
 
@@ -93,6 +131,9 @@ def test_an_objective_that_keeps_the_rules():
     ("cls", "problem"),
     [
         (Draws, "different batch"),
+        (DrawsUnused, "global generator"),
+        (DrawsUnusedOfNumpy, "global generator"),
+        (NumberOfCells, "'n' of the batch is a single number"),
         (DrawsByPosition, "order of the cells"),
         (ArrayBatch, "'rows' of the batch is not a tensor"),
         (LossPerCell, "not a single number"),

@@ -9,6 +9,7 @@ import os
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -181,8 +182,8 @@ def _with_options(name: str, options: Mapping[str, Any]) -> str:
 class CellModel(BaseModelClass, metaclass=_Front):
     """Base class for the model classes, built on scvi-tools' ``BaseModelClass`` and ``AnnDataManager``.
 
-    A subclass sets ``_spec``, ``_tokenizer``, ``_objective`` and ``module`` in its constructor, which accepts the
-    arguments of :meth:`load`, and implements ``train``.
+    The constructor of a subclass resolves a specification, and passes it to :meth:`_assemble`; a subclass also
+    implements ``train``. Models that are loaded or fine-tuned come from :meth:`_of_spec`, without this constructor.
     """
 
     module: nn.Module
@@ -887,7 +888,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
                 own["batch_key"] = inherited_batch_key(adata.obs, setup["batch_key"])
                 own["labels_key"] = setup["labels_key"] if setup["labels_key"] in adata.obs else None
                 cls.setup_anndata(adata, **own)
-        with undrawn():
+        # A constructor that computes with its weights has to draw them.
+        with undrawn() if is_checked else nullcontext():
             model = cls._of_spec(spec, adata=adata, registry=registry, seed=config["seed"])
         load_weights(model.module, weights, source=str(dir_path), known_finite=is_checked)
         model._landmarks = weights.get(LANDMARKS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -134,7 +134,7 @@ class Encoder(CellModel):
     seed
         Random seed for the initial weights, splits, cell orders, masks and views.
     registry
-        Registry of a saved model, used instead of `adata` by :meth:`load`.
+        Registry of a saved model, used instead of `adata`.
     datamodule
         A :class:`scforge.training.CellDataModule`, used instead of `adata` to train on cells on disk. Its vocabulary is
         the default, and genes are chosen from a sample of 100,000 training cells.
@@ -2413,7 +2413,7 @@ class Encoder(CellModel):
         # Before memory is taken for a module of the size that a config claims.
         spec, expected = spec_of_checkpoint(found)
         weights = None if expected is None else found.weights(expected)
-        with undrawn():
+        with undrawn() if expected is not None else nullcontext():
             model = kind._of_spec(spec, adata=adata, registry=registry, seed=0)
         if weights is None:
             weights = found.weights(shapes_of(model.module))

@@ -73,7 +73,7 @@ class _Description(BaseModel):
 
     model_config = ConfigDict(strict=True)
     format: Annotated[int, Field(ge=FORMAT, le=FORMAT)]
-    seed: int
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
     n_epochs: int
     history: dict[str, list[float]]
     card: dict[str, Any] | None = None

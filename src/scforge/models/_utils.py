@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _INIT_STD = 0.02
 
-_DRAWN = frozenset(("normal_", "uniform_", "kaiming_uniform_", "kaiming_normal_", "trunc_normal_"))
-"""Functions that draw a weight; others in ``torch.nn.init`` call these."""
+_DRAWN = frozenset(("normal_", "uniform_", "kaiming_uniform_"))
+"""Functions that draw the weights of layers of torch."""
 
 _MAX_PARTS = 20_000
 """Maximum number of parts of a module; an encoder of 1,000 layers has about 10,000."""

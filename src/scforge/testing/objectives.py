@@ -131,10 +131,8 @@ def _subject_of(
         some.bind(cells, TRAIN_ROWS)
         return some
 
-    made.initialize(module, cells.take(TRAIN_ROWS), made_tokenizer)
-    return Subject(
-        bound(made), module, made_tokenizer, cells, again=lambda: bound(type(made)(**_through_json(made.config())))
-    )
+    bound(made).initialize(module, cells.take(TRAIN_ROWS), made_tokenizer)
+    return Subject(made, module, made_tokenizer, cells, again=lambda: bound(type(made)(**_through_json(made.config()))))
 
 
 def _cells() -> CellSource:
@@ -163,7 +161,12 @@ def _through_json(config: dict[str, Any]) -> dict[str, Any]:
 def _require_same(one: Batch, two: Batch, sentence: str) -> None:
     require(set(one) == set(two), f"{sentence} (keys: {sorted(one)} and {sorted(two)}).")
     for name in one:
-        require(torch.equal(one[name], two[name]), f"{sentence} ({name!r} differs).")
+        require(_equal(one[name], two[name]), f"{sentence} ({name!r} differs).")
+
+
+def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Return whether two tensors are equal; NaN, e.g. for a missing label, equals NaN."""
+    return torch.equal(one.isnan(), two.isnan()) and torch.equal(one.nan_to_num(), two.nan_to_num())
 
 
 def _rule_config(subject: Subject) -> None:
@@ -187,6 +190,7 @@ def _rule_batch(subject: Subject) -> None:
     batch = subject.prepare(ROWS)
     for name, tensor in batch.items():
         require(isinstance(tensor, torch.Tensor), f"{name!r} of the batch is not a tensor.")
+        require(tensor.ndim > 0, f"{name!r} of the batch is a single number; every tensor needs a dimension.")
         require(
             tensor.dtype in (torch.int64, torch.float32, torch.bool),
             f"{name!r} has dtype {tensor.dtype} instead of int64, float32 or bool.",
@@ -206,19 +210,23 @@ def _rule_repeatable(subject: Subject) -> None:
     )
     copy = pickle.loads(pickle.dumps(subject.objective))
     _require_same(batch, subject.prepare(ROWS, copy), "a pickled copy gives a different batch")
-    state = np.random.get_state()[1].sum(), torch.random.get_rng_state().sum()
+    _, keys, position, *_ = np.random.get_state()
+    state = torch.random.get_rng_state()
     subject.prepare(ROWS, epoch=1, seed=5)
-    unchanged = (np.random.get_state()[1].sum(), torch.random.get_rng_state().sum()) == state
+    _, keys_after, position_after, *_ = np.random.get_state()
+    unchanged = np.array_equal(keys, keys_after) and position == position_after
+    unchanged = unchanged and torch.equal(state, torch.random.get_rng_state())
     require(unchanged, "prepare() draws from the global generator of NumPy or torch; use the seed.")
 
 
 def _rule_cells(subject: Subject) -> None:
     order = np.random.default_rng(1).permutation(len(ROWS))
     batch, moved = subject.prepare(ROWS), subject.prepare(ROWS[order])
+    require(set(batch) == set(moved), "the order of the cells changes the names in the batch.")
     for name, tensor in batch.items():
         if len(tensor) == len(ROWS) == len(moved[name]):
             require(
-                tensor[order].shape == moved[name].shape and torch.equal(tensor[order], moved[name]),
+                _equal(tensor[order], moved[name]),
                 f"the order of the cells changes what is prepared of them ({name!r}); random choices may depend on the "
                 "seed, the epoch and the cell only.",
             )
