@@ -1,3 +1,4 @@
+import ast
 import json
 import re
 import subprocess
@@ -98,3 +99,19 @@ def test_notebooks_have_cells_with_ids_of_their_own_and_no_outputs(path):
     ids = [cell["id"] for cell in cells]
     assert len(set(ids)) == len(ids)
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+
+
+def test_constants_are_above_definitions_that_they_do_not_need():
+    wrong = []
+    for path in sorted((ROOT / "src" / "scforge").rglob("*.py")):
+        defined: set[str] = set()
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.TypeAlias):
+                defined.add(node.name.id if isinstance(node, ast.TypeAlias) else node.name)
+            elif isinstance(node, ast.Assign) and defined:
+                names = {part.id for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+                if defined & {part.id for part in ast.walk(node.value) if isinstance(part, ast.Name)}:
+                    defined |= names
+                elif all(re.fullmatch(r"_?[A-Z][A-Z0-9_]*", name) for name in names):
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not wrong
