@@ -62,7 +62,7 @@ results: ## Rewrite the tables and figures of the documentation from benchmarks/
 	$(VENV)/bin/python benchmarks/label_transfer.py --docs docs/reference_mapping.md docs/transfer.md README.md
 	$(VENV)/bin/python benchmarks/unknown_types.py --docs docs/reference_mapping.md
 	$(VENV)/bin/python benchmarks/annotation.py --docs docs/fine_tuning.md
-	$(VENV)/bin/python benchmarks/integration.py --docs docs/embeddings.md
+	$(VENV)/bin/python benchmarks/integration.py --docs docs/embeddings.md README.md
 	$(VENV)/bin/python benchmarks/integration_labels.py --docs docs/embeddings.md
 	$(VENV)/bin/python benchmarks/integration_objective.py --docs docs/objectives.md
 	$(VENV)/bin/python benchmarks/integration_finetuning.py --docs docs/reference_mapping.md
