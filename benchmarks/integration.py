@@ -153,11 +153,7 @@ def components(pair: Pair, seed: int, *, scale: bool) -> tuple[np.ndarray, np.nd
 def scvi(pair: Pair, seed: int, *, tuned: bool, learns_labels: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """scVI, or scANVI that starts from it and learns from the labels of half of the scored cells."""
     cells, _ = with_hidden_labels(both(pair), seed)
-    train = partial(transfer.scvi_of_reference, (cells, cells), seed, tuned=tuned, early_stopping=True)
-    _, model = trained_once(pair, train, f"scvi {tuned}")
-    if learns_labels:
-        model = transfer.scanvi_of_all(model, seed)
-    return transfer.halves(model.get_latent_representation(), pair)
+    return transfer.halves(transfer.scvi_of_all(pair, cells, seed, tuned=tuned, learns_labels=learns_labels), pair)
 
 
 def scforge(

@@ -53,13 +53,7 @@ def trained(cells: ad.AnnData, seed: int, options: dict[str, object]) -> Encoder
 
 
 def scvi(told: ad.AnnData, seed: int, *, learns_labels: bool) -> np.ndarray:
-    """scVI of all cells, or scANVI that starts from it."""
-    _, model = transfer.trained_once(
-        told, lambda: transfer.scvi_of_reference((told, told), seed, tuned=True, early_stopping=True), "scvi"
-    )
-    if learns_labels:
-        model = transfer.scanvi_of_all(model, seed)
-    return model.get_latent_representation()
+    return transfer.scvi_of_all(told, told, seed, learns_labels=learns_labels)
 
 
 def scpoli(told: ad.AnnData, seed: int) -> np.ndarray:

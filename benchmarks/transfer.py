@@ -162,14 +162,22 @@ def scanvi_of_query(query: ad.AnnData, model: Any, seed: int, *, max_epochs: int
     return mapped
 
 
-def scanvi_of_all(model: Any, seed: int) -> Any:
-    """Return scANVI trained further from a scVI model on all cells and on the labels that they have."""
+def scvi_of_all(
+    key: object, cells: ad.AnnData, seed: int, *, tuned: bool = True, learns_labels: bool = False
+) -> np.ndarray:
+    """Return what scVI, trained with early stopping, embeds the cells as, or scANVI that starts from it.
+
+    Rows with the same `key` share scVI.
+    """
     import scvi as tools
 
-    tools.settings.seed = seed
-    model = tools.model.SCANVI.from_scvi_model(model, unlabeled_category=UNLABELED)
-    model.train(enable_progress_bar=False, accelerator="cpu", max_epochs=20, n_samples_per_label=100)
-    return model
+    train = partial(scvi_of_reference, (cells, cells), seed, tuned=tuned, early_stopping=True)
+    _, model = trained_once(key, train, f"scvi {tuned}")
+    if learns_labels:
+        tools.settings.seed = seed
+        model = tools.model.SCANVI.from_scvi_model(model, unlabeled_category=UNLABELED)
+        model.train(enable_progress_bar=False, accelerator="cpu", max_epochs=20, n_samples_per_label=100)
+    return model.get_latent_representation()
 
 
 def scpoli(pair: Pair, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -281,7 +289,7 @@ LAST: dict[str, object] = {}
 """The last pair with models of its reference, the seconds of their training, and those that the next row has to add."""
 
 
-def trained_once[Model](pair: Pair, train: Callable[[], Model], name: str) -> Model:
+def trained_once[Model](pair: object, train: Callable[[], Model], name: str) -> Model:
     """Return a model of a reference, trained once for the rows that share it."""
     if LAST.get("pair") is not pair:
         LAST.clear()

@@ -889,14 +889,14 @@ class CellModel(BaseModelClass, metaclass=_Front):
                 own["labels_key"] = setup["labels_key"] if setup["labels_key"] in adata.obs else None
                 cls.setup_anndata(adata, **own)
         # A constructor that computes with its weights has to draw them.
-        with undrawn() if is_checked else nullcontext():
-            model = cls._of_spec(spec, adata=adata, registry=registry, seed=config["seed"])
+        how: dict[str, Any] = {"seed": config["seed"], "draws": not is_checked}
+        model = cls._of_spec(spec, adata=adata, registry=registry, **how)
         load_weights(model.module, weights, source=str(dir_path), known_finite=is_checked)
         model._landmarks = weights.get(LANDMARKS)
         model._restore(config, dir_path, weights)
         if spec.tuning is not None and (of_base := part_of(weights, BASE)):
             registry = bare_registry(cls.__name__, setup)
-            base = cls._of_spec(replace(spec, tuning=None), registry=registry, seed=config["seed"])
+            base = cls._of_spec(replace(spec, tuning=None), registry=registry, **how)
             load_weights(base.module, of_base, source=str(dir_path))
             base._landmarks, base.is_trained_ = of_base.get(LANDMARKS), True
             base.n_epochs_ = spec.tuning.base["n_epochs"]
@@ -937,14 +937,16 @@ class CellModel(BaseModelClass, metaclass=_Front):
         adata: AnnData | None = None,
         registry: dict[str, Any] | None = None,
         datamodule: CellDataModule | None = None,
+        draws: bool = True,
     ) -> Self:
-        """Create a model with random weights from a complete specification, without choosing genes or defaults."""
+        """Create a model from a complete specification; without `draws`, its weights have to be loaded."""
         model = cls.__new__(cls)
         CellModel.__init__(model, adata, registry=registry, datamodule=datamodule)
         if model.adata is not None:  # raises an error if it has too few genes of the model
             key = model._setup["gene_key"]
             map_names(gene_names(model.adata, key), spec.vocab, var=model.adata.var, gene_key=key)
-        model._assemble(spec, seed)
+        with nullcontext() if draws else undrawn():
+            model._assemble(spec, seed)
         return model
 
     def _assemble(self, spec: ModelSpec, seed: int, gene_vectors: np.ndarray | None = None) -> None:

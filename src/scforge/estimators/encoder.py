@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -81,7 +81,7 @@ from scforge.insilico.attention import attention_between_genes
 from scforge.insilico.gene_embeddings import contextual_gene_embeddings, input_gene_embeddings
 from scforge.insilico.imputation import knows_zeros, predict_counted, predict_uncounted
 from scforge.insilico.screening import Perturbation, centroid, screen, strata_of, with_rates
-from scforge.models._utils import evaluating, undrawn
+from scforge.models._utils import evaluating
 from scforge.models.components.gene_vectors import check_filled
 from scforge.tokenizers.base import TOKENIZERS
 from scforge.training.checkpoint import SavingError
@@ -2413,8 +2413,7 @@ class Encoder(CellModel):
         # Before memory is taken for a module of the size that a config claims.
         spec, expected = spec_of_checkpoint(found)
         weights = None if expected is None else found.weights(expected)
-        with undrawn() if expected is not None else nullcontext():
-            model = kind._of_spec(spec, adata=adata, registry=registry, seed=0)
+        model = kind._of_spec(spec, adata=adata, registry=registry, seed=0, draws=expected is None)
         if weights is None:
             weights = found.weights(shapes_of(model.module))
         load_weights(model.module, weights, source=found.source)

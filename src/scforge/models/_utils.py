@@ -66,7 +66,7 @@ def init_weights(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-class undrawn(TorchFunctionMode):  # a context manager
+class undrawn(TorchFunctionMode):
     """Create modules whose parameters are not drawn, but loaded afterwards; on ``meta``, no tensor is drawn."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

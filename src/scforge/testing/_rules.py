@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,19 @@ class BrokenRuleError(Exception):
 def require(condition: object, sentence: str) -> None:
     if not condition:
         raise BrokenRuleError(sentence)
+
+
+def saved_config(made: Any) -> dict[str, Any]:
+    """Return config() after writing and reading it as JSON, which must not change it; no option may be missing."""
+    config = made.config()
+    unnamed = set(config) ^ set(made.option_names())
+    require(not unnamed, f"config() and the keyword-only options differ in {sorted(unnamed)}.")
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(config))
+    except TypeError as error:
+        raise BrokenRuleError(f"config() cannot be written as JSON: {error}.") from error
+    require(copy == config, "config() changes when it is written as JSON and read again.")
+    return copy
 
 
 def apply_rules(name: str, rules: Mapping[str, Callable[..., None]], *subject: Any) -> None:

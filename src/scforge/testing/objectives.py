@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from scforge.config.schema import ModelConfig
 from scforge.data.cells import CellSource, column_of
 from scforge.data.vocab import GeneVocab
 from scforge.models.registry import MODELS, get_model, option_names
-from scforge.testing._rules import BrokenRuleError, apply_rules, class_of, require
+from scforge.testing._rules import apply_rules, class_of, require, saved_config
 from scforge.tokenizers.base import TOKENIZERS, Tokenizer
 from scforge.training.objectives.base import OBJECTIVES, Objective, TrainingDefaults
 
@@ -132,7 +131,7 @@ def _subject_of(
         return some
 
     bound(made).initialize(module, cells.take(TRAIN_ROWS), made_tokenizer)
-    return Subject(made, module, made_tokenizer, cells, again=lambda: bound(type(made)(**_through_json(made.config()))))
+    return Subject(made, module, made_tokenizer, cells, again=lambda: bound(type(made)(**saved_config(made))))
 
 
 def _cells() -> CellSource:
@@ -151,13 +150,6 @@ def _cells() -> CellSource:
     return CellSource(sparse.csr_matrix(counts), counts.sum(axis=1), vocab=vocab, obs=obs)
 
 
-def _through_json(config: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return dict(json.loads(json.dumps(config)))
-    except TypeError as error:
-        raise BrokenRuleError(f"config() cannot be written as JSON: {error}.") from error
-
-
 def _require_same(one: Batch, two: Batch, sentence: str) -> None:
     require(set(one) == set(two), f"{sentence} (keys: {sorted(one)} and {sorted(two)}).")
     for name in one:
@@ -170,10 +162,7 @@ def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def _rule_config(subject: Subject) -> None:
-    config = subject.objective.config()
-    unnamed = set(config) ^ set(subject.objective.option_names())
-    require(not unnamed, f"config() and the keyword-only options differ in {sorted(unnamed)}.")
-    require(_through_json(config) == config, "config() changes when it is written as JSON and read again.")
+    config = saved_config(subject.objective)
     require(subject.again().config() == config, "the objective created from config() has a different config().")
 
 
