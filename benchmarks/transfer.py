@@ -3,7 +3,8 @@
 Each task has a reference with labels and a query without. In each run 80 % of the cells of both are drawn, every method
 is fitted with the seed of the run, and a logistic regression and the 15 nearest neighbors carry labels from reference
 to query. `mixing` is the share of reference cells among the 30 nearest neighbors of a query cell, over what it would be
-if all lay at random. `auroc_new`, where the reference lacks types of the query, is how well the mean distance to the 15
+if all lay at random. `bras` and `cilisi` are over the types that both have, with reference and query as the two batches:
+the batch-removal-adapted silhouette [1]_, and scaled iLISI of each type, of which the mean is shown [2]_. `auroc_new`, where the reference lacks types of the query, is how well the mean distance to the 15
 nearest reference cells tells their cells from others. `f1_linear_5`, `_20` and `_100` are of a logistic regression that
 learns from so many reference cells of each type. Rows "on both" learn from the query without labels, "scforge, mapped"
 and "scforge, encoder alone" from the reference alone; the former then moves the query onto it in closed form. scANVI
@@ -16,6 +17,9 @@ The results go into ``benchmarks/results/transfer.csv``, from which ``--table`` 
     python benchmarks/transfer.py --tasks condition --methods "scforge, mapped" PCA --runs 2
     python benchmarks/transfer.py --table
     python benchmarks/transfer.py --docs docs/transfer.md
+
+.. [1] Rautenstrauch and Ohler 2025, doi:10.1038/s41587-025-02743-4
+.. [2] Andreatta et al. 2024, doi:10.1038/s41467-024-45240-z
 """
 
 from __future__ import annotations
@@ -383,7 +387,30 @@ def scores(embeddings: tuple | np.ndarray, pair: Pair, seed: int) -> dict[str, f
         found["auroc_new"] = roc_auc_score(is_new, far)
     near = NearestNeighbors(n_neighbors=31).fit(np.vstack([reference, query])).kneighbors(query, return_distance=False)
     share = float((near[:, 1:] < len(reference)).mean())
-    return {**found, "mixing": share * (len(reference) + len(query)) / len(reference)}
+    found["mixing"] = share * (len(reference) + len(query)) / len(reference)
+    return found | mixing_within_types(np.vstack([reference, query]), np.concatenate([known, wanted]), len(reference))
+
+
+def mixing_within_types(cells: np.ndarray, labels: np.ndarray, n_reference: int) -> dict[str, float]:
+    """Return BRAS and CiLISI of reference and query, over the types with ten cells of each."""
+    import scib_metrics
+
+    is_query = np.arange(len(labels)) >= n_reference
+    counts = pd.crosstab(labels, is_query)
+    types = counts.index[(counts >= 10).all(axis=1)]
+    scored = np.isin(labels, types)
+    if len(types) < 2:
+        return {}
+    sides = np.where(is_query, "query", "reference")
+    mixed = []
+    for name in types:
+        rows = np.flatnonzero(labels == name)
+        near = NearestNeighbors(n_neighbors=min(90, len(rows) - 1)).fit(cells[rows])
+        distances, indices = near.kneighbors(cells[rows])
+        results = scib_metrics.nearest_neighbors.NeighborsResults(indices=indices, distances=distances)
+        mixed.append(scib_metrics.ilisi_knn(results, sides[rows]))
+    bras = scib_metrics.bras(cells[scored].astype(np.float32), labels[scored], sides[scored])
+    return {"bras": float(bras), "cilisi": float(np.mean(mixed))}
 
 
 def measured(args: argparse.Namespace) -> Iterator[dict[str, object]]:
