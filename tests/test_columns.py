@@ -19,10 +19,10 @@ from scforge.data.perturbation import PerturbationKeys, parse_perturbations
 from scforge.data.splits import split_cells
 from scforge.errors import DataError, ScforgeWarning
 from scforge.estimators.finetune import with_batches_of
-from scforge.estimators.interpret import cell_groups, cells_in_state
 from scforge.eval.label_prediction import texts_in
 from scforge.finetuning import get_task
 from scforge.finetuning.splits import split_for
+from scforge.insilico.perturb import cells_in_state, rows_of_groups
 from scforge.models import Encoder
 from scforge.training.objectives._conditioning import classes_found, numbers_of_cells
 
@@ -187,7 +187,7 @@ def of_splits(column):
 
 def of_in_silico(column):
     cells = cells_with(column)
-    groups = {name: rows.tolist() for name, rows in cell_groups(cells, "x", np.ones(N, dtype=bool))}
+    groups = {name: rows.tolist() for name, rows in rows_of_groups(cells, "x", np.ones(N, dtype=bool))}
     states = [cells_in_state(cells, "cells", {"x": value}).tolist() for value in ("1", 1, 1.0, [-1, "0"])]
     return groups, states
 

@@ -29,7 +29,6 @@ from scforge.data.cells import Cells, CellSource, cell_names, column_of, named_c
 from scforge.data.neighbors import n_query_clusters
 from scforge.data.vocab import FROM_DATA, GeneVocab, listed_names
 from scforge.errors import DataError, NotTrainedWarning, OptionError, ScforgeError, first_line, warn
-from scforge.estimators import interpret
 from scforge.estimators.base import CellModel
 from scforge.estimators.card import CardFacts
 from scforge.estimators.finetune import (
@@ -42,8 +41,16 @@ from scforge.estimators.finetune import (
     with_room,
 )
 from scforge.estimators.generate import generate_with
+from scforge.estimators.genes import (
+    Source,
+    column_genes,
+    expression_table,
+    gene_numbers,
+    over_columns,
+    predicting,
+    untrained_embedder,
+)
 from scforge.estimators.hub import load_found, push_model
-from scforge.estimators.interpret import Source
 from scforge.estimators.serialize import (
     load_weights,
     read_adata,
@@ -80,7 +87,8 @@ from scforge.hub.finding import find_model
 from scforge.insilico.attention import attention_between_genes
 from scforge.insilico.gene_embeddings import contextual_gene_embeddings, input_gene_embeddings
 from scforge.insilico.imputation import knows_zeros, predict_counted, predict_uncounted
-from scforge.insilico.screening import Perturbation, centroid, screen, strata_of, with_rates
+from scforge.insilico.perturb import perturbation_table
+from scforge.insilico.screening import Perturbation
 from scforge.models._utils import evaluating
 from scforge.models.components.gene_vectors import check_filled
 from scforge.tokenizers.base import TOKENIZERS
@@ -1440,7 +1448,7 @@ class Encoder(CellModel):
             source = self._ready(adata, "gene embeddings are", needs_cells=has_cells)
             vectors = input_gene_embeddings(self._backbone, self.tokenizer)
         if key_added is not None and isinstance(source, AnnData):
-            columns = interpret.column_genes(self, source)
+            columns = column_genes(self, source)
             source.varm[key_added] = np.where((columns >= 0)[:, None], vectors[columns], np.float32(np.nan))
         return pd.DataFrame(vectors, index=pd.Index(self.vocab.genes, dtype=str))
 
@@ -1533,7 +1541,7 @@ class Encoder(CellModel):
             batch_size=batch_size,
         )
         if key_added is not None and isinstance(source, AnnData):
-            source.varp[key_added] = interpret.over_columns(self, source, graph, both=True)
+            source.varp[key_added] = over_columns(self, source, graph, both=True)
         return graph
 
     def impute(
@@ -1590,7 +1598,7 @@ class Encoder(CellModel):
         (60, 2)
         """
         check_key("key_added", key_added)
-        source, objective = interpret.predicting(self, adata, seed)
+        source, objective = predicting(self, adata, seed)
         if not knows_zeros(objective, self.tokenizer):
             has_option = "zero_targets" in objective.option_names()
             advice = "train with zero_targets=1.0" if has_option else "call get_normalized_expression"
@@ -1599,7 +1607,7 @@ class Encoder(CellModel):
                 f"{advice} instead."
             )
         wanted = self.vocab.genes if genes is None else genes
-        numbers = interpret.gene_numbers(self, wanted, source=source)
+        numbers = gene_numbers(self, wanted, source=source)
         cells = self._open(source)
         values = predict_uncounted(
             self._backbone,
@@ -1610,7 +1618,7 @@ class Encoder(CellModel):
             seed=seed,
             batch_size=batch_size,
         )
-        return interpret.expression_table(self, source, cells, values, numbers, key_added)
+        return expression_table(self, source, cells, values, numbers, key_added)
 
     def denoise(
         self,
@@ -1666,7 +1674,7 @@ class Encoder(CellModel):
         """
         check_key("key_added", key_added)
         check_count("n_folds", n_folds, "folds", least=2)
-        source, objective = interpret.predicting(self, adata, seed)
+        source, objective = predicting(self, adata, seed)
         values = predict_counted(
             self._backbone,
             self._open(source),
@@ -1677,7 +1685,7 @@ class Encoder(CellModel):
             batch_size=batch_size,
         )
         if key_added is not None and isinstance(source, AnnData):
-            source.layers[key_added] = interpret.over_columns(self, source, values)
+            source.layers[key_added] = over_columns(self, source, values)
         return values
 
     def perturb_in_silico(
@@ -1801,87 +1809,39 @@ class Encoder(CellModel):
             check_count("n_permutations", n_permutations, "genes", least=0)
         check_seed(seed)
         source = self._ready(adata, "its perturbation effects are")
-        perturbation = Perturbation(mode)
-        numbers = None if genes is None else interpret.gene_numbers(self, genes, source=source)
+        Perturbation(mode)  # raises an error for an unknown mode
+        numbers = None if genes is None else gene_numbers(self, genes, source=source)
         if numbers is None and combinations is not False:
             raise OptionError(
                 "combinations=2 requires genes, because there are too many pairs of all genes; pass a list of genes."
             )
         cells = self._open(source)
-        embed_cells = partial(
-            embed,
-            self.module,
-            tokenizer=self.tokenizer,
-            objective=self.objective,
-            batch_size=batch_size,
-        )
-        embeddings: dict[str, Callable[[Cells], np.ndarray]] = {"": embed_cells}
+        embedders: dict[str, Callable[[Cells], np.ndarray]] = {
+            "": partial(embed, self.module, tokenizer=self.tokenizer, objective=self.objective, batch_size=batch_size)
+        }
         if untrained and n_permutations != 0:
             try:
-                embeddings["_untrained"] = interpret.untrained_embedder(self, batch_size)
+                embedders["_untrained"] = untrained_embedder(self, batch_size)
             except OptionError as error:
                 warn(f"untrained=True is ignored: {error}")
-        chosen, there = interpret.cells_in_state(cells, "start", start), interpret.cells_in_state(cells, "goal", goal)
-        chosen = interpret.starting(chosen, there, len(cells))
-        toward = dict.fromkeys(embeddings)
-        if there is not None:
-            at_goal = cells.sample(max_cells, rows=np.flatnonzero(there), seed=seed)
-            toward = {name: centroid(embed_them(at_goal)) for name, embed_them in embeddings.items()}
-        if numbers is None:
-            some = cells.sample(max_cells, rows=np.flatnonzero(chosen), seed=seed)
-            numbers = interpret.widely_expressed(self.vocab, some)
-        perturbation = Perturbation.of(mode, cells.sample(interpret.USUAL_CELLS, seed=seed), self.tokenizer)
-        interpret.check_activated(perturbation, numbers, self.vocab.genes)
-        sets = interpret.gene_combinations(numbers, combinations)
-        tables, sides = [], 1 if there is None else 2
-        parts = list(interpret.cell_groups(cells, groups, chosen))
-        if n_permutations is None:
-            n_permutations = interpret.enough_controls(self, len(sets) * len(parts), sides)
-        for group, rows in parts:
-            some = cells.sample(max_cells, rows=rows, seed=seed)
-            before = {"": embed_cells(some)}
-            strata = strata_of(some, before[""], seed=seed) if n_permutations else None
-            moved = {
-                name: screen(
-                    some,
-                    embed_them,
-                    perturbation,
-                    sets,
-                    goal=toward[name],
-                    n_controls=n_permutations,
-                    strata=strata,
-                    embedding=before.get(name),
-                    seed=seed,
-                )
-                for name, embed_them in embeddings.items()
-            }
-            table = moved.pop("")
-            for name, random in moved.items():
-                for z in ("shift_z", "goal_z"):
-                    if z in table:
-                        table.insert(int(table.columns.get_loc(z)) + 1, f"{z}{name}", random[z])
-            named = {
-                name: self.vocab.decode(sets[:, i] + self.vocab.n_special)
-                for i, name in enumerate(("gene", "gene_2")[: sets.shape[1]])
-            }
-            tables.append(pd.DataFrame(named if group is None else {**named, "group": group}).join(table))
-        if not tables:
-            raise DataError(f"none of the cells to perturb has a value in obs[{groups!r}]; choose another column.")
-        results = with_rates(pd.concat(tables, ignore_index=True))
-        by = "shift" if there is None else "goal_shift"
-        results = results.sort_values(by, ascending=False, kind="stable", ignore_index=True)
-        asked: dict[str, Any] = {
-            "mode": mode,
-            "groups": groups,
-            "max_cells": max_cells,
-            "n_permutations": n_permutations,
-            "seed": seed,
-            "goal": None if goal is None else str(goal),
-            "start": None if start is None else str(start),
-        }
-        if n_permutations:
-            results.attrs["lowest_fdr"] = asked["lowest_fdr"] = interpret.lowest_fdr(results, sides)
-        interpret.note(self, source, key_added, asked, results=results)
+        results, settings = perturbation_table(
+            cells,
+            embedders,
+            self.tokenizer,
+            numbers,
+            mode,
+            groups=groups,
+            goal=goal,
+            start=start,
+            combinations=combinations,
+            max_cells=max_cells,
+            n_permutations=n_permutations,
+            seed=seed,
+        )
+        if key_added is not None and isinstance(source, AnnData):
+            # h5ad cannot store None.
+            facts = {name: value for name, value in {**self._made_with(), **settings}.items() if value is not None}
+            source.uns[UNS_KEY] = {**source.uns.get(UNS_KEY, {}), key_added: {**facts, "results": results}}
         return results
 
     def generate(

@@ -18,7 +18,7 @@ from scforge.data.checks import check_is_adata, gene_names
 from scforge.errors import DataError, OptionError, listing, spelled, warn
 from scforge.estimators.base import CellModel
 from scforge.estimators.generate import check_generates
-from scforge.estimators.interpret import untrained_embedder
+from scforge.estimators.genes import untrained_embedder
 from scforge.eval.base import Entry, Evaluation, check_column, to_evaluation
 from scforge.eval.generation import evaluate_generation
 from scforge.eval.harness import check_seeds, entries_of, evaluate

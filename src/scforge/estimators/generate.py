@@ -18,7 +18,7 @@ from scforge.data.cells import Cells
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, OptionError, suggest
 from scforge.estimators.base import CellModel
-from scforge.estimators.interpret import gene_numbers
+from scforge.estimators.genes import gene_numbers
 from scforge.models.components.gene_vectors import check_filled
 from scforge.models.protocol import GeneratedCells, GeneratingModule
 from scforge.tokenizers.base import Tokenizer

@@ -18,7 +18,7 @@ from scforge.errors import NotTrainedWarning, OptionError, warn
 from scforge.estimators.base import positions
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.finetune import options_of
-from scforge.estimators.interpret import expression_table, gene_numbers
+from scforge.estimators.genes import expression_table, gene_numbers
 from scforge.finetuning.base import Predictor
 from scforge.finetuning.heads import FineTunedModule, QueryMapping
 from scforge.finetuning.tasks.annotation import Annotation
@@ -26,7 +26,7 @@ from scforge.training.objectives.base import OBJECTIVES
 from scforge.training.predict import run_over
 
 if TYPE_CHECKING:
-    from scforge.estimators.interpret import Source
+    from scforge.estimators.genes import Source
     from scforge.finetuning.base import Task
     from scforge.training.objectives.base import Objective
 
