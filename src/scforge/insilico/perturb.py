@@ -110,8 +110,10 @@ def perturbation_table(
             for z in ("shift_z", "goal_z"):
                 if z in table:
                     table.insert(int(table.columns.get_loc(z)) + 1, f"{z}{ending}", other[z])
-        columns = zip(("gene", "gene_2")[: tested.shape[1]], list(tested.T), strict=True)
-        names = {name: vocab.decode(numbers + vocab.n_special) for name, numbers in columns}
+        names = {
+            name: vocab.decode(tested[:, place] + vocab.n_special)
+            for place, name in enumerate(("gene", "gene_2")[: tested.shape[1]])
+        }
         tables.append(pd.DataFrame(names if group is None else {**names, "group": group}).join(table))
     results = with_rates(pd.concat(tables, ignore_index=True))
     by = "shift" if is_goal is None else "goal_shift"
