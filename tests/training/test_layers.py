@@ -5,7 +5,7 @@ import torch
 
 from scforge.errors import OptionError
 from scforge.finetuning import PredictionHead
-from scforge.finetuning.heads import FineTunedModule
+from scforge.finetuning.mapping import FineTunedModule
 from scforge.models import GenePoolingModel, TransformerEncoder
 from scforge.training.layers import freeze_layers, layer_groups, learning_rate_factors
 from scforge.training.plan import GradualUnfreezing

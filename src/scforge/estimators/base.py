@@ -79,8 +79,8 @@ from scforge.estimators.setup import (
 )
 from scforge.estimators.spec import ModelSpec, defaults_for
 from scforge.finetuning.base import TASKS, Task
-from scforge.finetuning.heads import FineTunedModule
 from scforge.finetuning.held_out import HeldOutRegistry
+from scforge.finetuning.mapping import FineTunedModule
 from scforge.finetuning.new_cells import LabeledCells
 from scforge.hub.finding import origin_of
 from scforge.models._utils import count_parameters, undrawn

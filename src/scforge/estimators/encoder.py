@@ -75,9 +75,9 @@ from scforge.eval.report import write_scores
 from scforge.finetuning.adapters import adapters_disabled, digest_of, has_lora, merge_lora, merged
 from scforge.finetuning.base import Evaluated, EvaluationContext, Predictor, Task
 from scforge.finetuning.consensus import VIEWS, Labeled, consensus
-from scforge.finetuning.heads import FineTunedModule, QueryMapping
 from scforge.finetuning.held_out import CellFingerprints, fingerprints
 from scforge.finetuning.labels import broader_labels, decide_labels
+from scforge.finetuning.mapping import FineTunedModule, QueryMapping, fit_mapping
 from scforge.finetuning.new_cells import LabeledCells, NewCells, choose_labeled, neighbor_votes
 from scforge.finetuning.reference import MOST_CELLS, choose_reference
 from scforge.finetuning.splits import Split
@@ -89,14 +89,12 @@ from scforge.insilico.gene_embeddings import contextual_gene_embeddings, input_g
 from scforge.insilico.imputation import knows_zeros, predict_counted, predict_uncounted
 from scforge.insilico.perturb import perturbation_table
 from scforge.insilico.screening import Perturbation
-from scforge.models._utils import evaluating
 from scforge.models.components.gene_vectors import check_filled
 from scforge.tokenizers.base import TOKENIZERS
 from scforge.training.checkpoint import SavingError
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import is_sharded
 from scforge.training.objectives.base import OBJECTIVES, Objective, get_objective
-from scforge.training.objectives.variational import expression_sums
 from scforge.training.plan import NotFiniteError, TrainingPlan
 from scforge.training.predict import embed
 
@@ -107,9 +105,6 @@ logger = logging.getLogger("scforge")
 
 _CONTINUED = 0.1
 """Fraction of the default learning rate at which a fine-tuned model continues training."""
-
-_MOST_OF_QUERY = 5_000
-"""Maximum number of query cells used to fit the mapping onto the reference."""
 
 
 class Encoder(CellModel):
@@ -1115,30 +1110,8 @@ class Encoder(CellModel):
 
     def _mapping_of(self, query: Cells, rows: np.ndarray | None = None) -> QueryMapping:
         """Fit the mapping of query cells (in `rows`) onto the training cells."""
-        some = query.sample(_MOST_OF_QUERY, rows=rows, seed=self.seed)
-        some = some.take(some.content_order())  # clusters depend on the order
-        reference = cast("torch.Tensor", self._landmarks).numpy()
-        n_clusters = n_query_clusters(len(query) if rows is None else len(rows))
-        mapping = QueryMapping(reference.shape[1], n_clusters, len(self.vocab)).to(self.device)
-        module = FineTunedModule(self._backbone, mapping)
-
-        def embedding() -> np.ndarray:
-            return embed(module, some, self.tokenizer, objective=self.objective)
-
-        found = embedding()
-        mapping.set_shifts(reference, found)
-        if self.tokenizer.gives_expression and mapping.shifts.any():
-            backbone: Any = self._backbone
-            with torch.inference_mode(), evaluating(backbone):
-                points = torch.from_numpy(found).to(self.device)
-                clusters = mapping.cosines(points).argmax(dim=1).cpu()
-                expected = torch.zeros(int(clusters.max()) + 1, some.counts.shape[1], dtype=torch.float64)
-                for part, of_part in zip(mapping.move(points).split(512), clusters.split(512), strict=True):
-                    expected.index_add_(0, of_part, backbone.decode(part).cpu().double())
-            mapping.set_factors(expected.numpy(), expression_sums(some, clusters.numpy()))
-            mapping.shifts.zero_()
-            mapping.set_shifts(reference, embedding())
-        return mapping
+        landmarks = cast("torch.Tensor", self._landmarks).numpy()
+        return fit_mapping(self._backbone, landmarks, query, self.tokenizer, self.objective, rows=rows, seed=self.seed)
 
     def transfer_labels(
         self,

@@ -27,7 +27,7 @@ from scforge._version import __version__
 from scforge.data.cells import CellBlock
 from scforge.errors import ModelFileError, OptionError, first_line, listing
 from scforge.finetuning.adapters import merged
-from scforge.finetuning.heads import QueryMapping
+from scforge.finetuning.mapping import QueryMapping
 from scforge.models.components.gene_vectors import GeneVectorBag, check_filled
 from scforge.models.scdiva_parts import GeneEmbedding
 

@@ -20,7 +20,7 @@ from scforge.estimators.encoder import Encoder
 from scforge.estimators.finetune import options_of
 from scforge.estimators.genes import expression_table, gene_numbers
 from scforge.finetuning.base import Predictor
-from scforge.finetuning.heads import FineTunedModule, QueryMapping
+from scforge.finetuning.mapping import FineTunedModule, QueryMapping
 from scforge.finetuning.tasks.annotation import Annotation
 from scforge.training.objectives.base import OBJECTIVES
 from scforge.training.predict import run_over

@@ -33,7 +33,7 @@ from scforge.data.vocab import FROM_DATA, GeneVocab, n_of_species, open_vocab
 from scforge.errors import OptionError, listing, warn
 from scforge.finetuning.adapters import inject_lora
 from scforge.finetuning.base import Task, get_task
-from scforge.finetuning.heads import FineTunedModule
+from scforge.finetuning.mapping import FineTunedModule
 from scforge.models._utils import bounded
 from scforge.models.components.gene_vectors import fill_gene_vectors
 from scforge.models.components.heads import COUNT_LOSSES, is_truncated

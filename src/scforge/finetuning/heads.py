@@ -1,4 +1,4 @@
-"""Prediction heads for an encoder: the module, linear probes and calibration."""
+"""Prediction heads for an encoder: linear probes and calibration."""
 
 from __future__ import annotations
 
@@ -10,86 +10,20 @@ import torch
 from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, softmax
 from torch import nn
-from torch.nn import functional as F
 
 from scforge._checks import check_count, check_share
 from scforge._registry import check_options
 from scforge.data.cells import CellSource
-from scforge.data.neighbors import SHARPNESS, query_shifts
 from scforge.errors import OptionError
+from scforge.finetuning.mapping import FineTunedModule
 from scforge.models._utils import evaluating
-from scforge.models.protocol import ModelOutput
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective
 from scforge.training.predict import embed
 
 _SMALLEST = 1e-6
 
-_FACTOR_PRIOR, _MOST_OF_CLUSTER, _LARGEST_FACTOR = 30.0, 20.0, 5.0
-"""Pseudo-expression for shrinkage, maximum weight of a cluster, and maximum factor; chosen on kang_ifnb."""
-
 _LOG_RANGE = (float(np.log(1e-2)), float(np.log(1e2)))
-
-
-class FineTunedModule(nn.Module):
-    """An architecture with a head that takes its cell embeddings.
-
-    Parameters
-    ----------
-    encoder
-        The architecture.
-    head
-        Head whose ``forward(embeddings, batch)`` takes embeddings of shape (B, D) and the batch, and returns shape (B,
-        K).
-    mapping
-        Mapping of query cells onto the training cells. If None, cells are not mapped, unless `head` is a mapping.
-
-    Attributes
-    ----------
-    frozen
-        Whether the whole encoder is frozen; it then computes without dropout.
-
-    Examples
-    --------
-    >>> import scforge
-    >>> class Head(nn.Linear):
-    ...     def forward(self, embeddings, batch):
-    ...         return super().forward(embeddings)
-    >>> encoder = scforge.models.GenePoolingModel(50, hidden_dim=8)
-    >>> module = FineTunedModule(encoder, Head(8, 3))
-    >>> ids, mask = torch.tensor([[5, 9]]), torch.ones(1, 2)
-    >>> module(ids, mask, values=torch.ones(1, 2)).logits.shape
-    torch.Size([1, 3])
-    """
-
-    def __init__(self, encoder: nn.Module, head: nn.Module, mapping: QueryMapping | None = None) -> None:
-        super().__init__()
-        self.encoder = encoder
-        self.head = head
-        self.mapping = mapping
-        self.frozen = False
-
-    def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **batch: Any) -> torch.Tensor:
-        """Return cell embeddings, shape (B, D); query embeddings are in the space of the reference."""
-        whole = {"input_ids": input_ids, "attention_mask": attention_mask, **batch}
-        mapping = self.head if isinstance(self.head, QueryMapping) else self.mapping
-        if mapping is None:
-            return self.encoder.encode(**whole)
-        return mapping.move(self.encoder.encode(**mapping.scaled(whole)))
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **batch: Any) -> ModelOutput:
-        """Return the head outputs as ``logits``, shape (B, K), and ``embeddings``, shape (B, D)."""
-        whole = {"input_ids": input_ids, "attention_mask": attention_mask, **batch}
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
-            embeddings = self.encode(**whole)
-        return ModelOutput(logits=self.head(embeddings, whole), embeddings=embeddings)
-
-    def train(self, mode: bool = True) -> FineTunedModule:
-        """Switch between training and evaluation mode; a frozen encoder stays in evaluation mode."""
-        super().train(mode)
-        if self.frozen:
-            self.encoder.eval()
-        return self
 
 
 def check_head(head: Any) -> dict[str, Any]:
@@ -102,91 +36,6 @@ def check_head(head: Any) -> dict[str, Any]:
     check_count("head['hidden_dim']", head.get("hidden_dim", 0), "dimensions", least=0)
     check_share("head['dropout']", head.get("dropout", 0))
     return dict(head)
-
-
-class Unchanged(nn.Module):
-    """Return embeddings unchanged."""
-
-    def forward(self, embeddings: torch.Tensor, batch: Mapping[str, Any] | None = None) -> torch.Tensor:
-        """Return the embeddings, shape (B, D)."""
-        return embeddings
-
-
-class QueryMapping(Unchanged):
-    """Map query cells onto their reference, without training.
-
-    Before the encoder, the expression of each gene is multiplied by a factor. After the encoder, the embedding of a
-    cell is shifted like the clusters around it (:func:`scforge.data.neighbors.query_shifts`).
-
-    Parameters
-    ----------
-    n_latent
-        Dimensions D.
-    n_clusters
-        Number of query clusters K.
-    n_tokens
-        Size of the vocabulary V.
-    """
-
-    center: torch.Tensor
-    clusters: torch.Tensor
-    shifts: torch.Tensor
-    factors: torch.Tensor
-
-    def __init__(self, n_latent: int, n_clusters: int, n_tokens: int) -> None:
-        super().__init__()
-        self.register_buffer("center", torch.zeros(n_latent))
-        self.register_buffer("clusters", torch.zeros(n_clusters, n_latent))
-        self.register_buffer("shifts", torch.zeros(n_clusters, n_latent))
-        self.register_buffer("factors", torch.ones(n_tokens))
-
-    def set_shifts(self, reference: np.ndarray, query: np.ndarray) -> None:
-        """Compute the shifts from reference and query embeddings, shapes (R, D) and (Q, D)."""
-        found = query_shifts(reference, query)
-        for buffer, value in zip((self.center, self.clusters, self.shifts), found, strict=True):
-            buffer.copy_(torch.from_numpy(value))
-
-    def set_factors(self, expected: np.ndarray, observed: np.ndarray) -> None:
-        """Compute the factors from decoded and observed log1p CP10K summed over each cluster, both of shape (K, G).
-
-        The factor of a gene is the weighted median over clusters of the ratio of the two sums. Genes of a cell type
-        that the reference lacks therefore keep their expression if other types express them as well.
-        """
-        prior = _FACTOR_PRIOR
-        expected = expected.clip(min=0)
-        ratios = np.log((expected + prior / 4) / (observed + prior / 4))
-        weights = expected.clip(max=_MOST_OF_CLUSTER)
-        order = ratios.argsort(axis=0)
-        below = np.take_along_axis(weights, order, axis=0).cumsum(axis=0)
-        middle = (below >= below[-1] / 2).argmax(axis=0)[None]
-        median = np.take_along_axis(np.take_along_axis(ratios, order, axis=0), middle, axis=0)[0]
-        median *= below[-1] / (below[-1] + prior)
-        factors = np.where(observed.any(axis=0), np.exp(median), 1.0).clip(1 / _LARGEST_FACTOR, _LARGEST_FACTOR)
-        self.factors[len(self.factors) - len(factors) :] = torch.from_numpy(factors).to(self.factors)
-
-    def typical_factor(self) -> float:
-        """Return the geometric standard deviation of the factors, which is 1 if all genes keep their expression."""
-        logs = self.factors.log()
-        changed = logs[logs != 0]
-        return float(changed.std(correction=0).exp()) if len(changed) else 1.0
-
-    def only_factors(self, n_latent: int) -> QueryMapping:
-        """Return a mapping with these factors and without shifts, for an encoder with `n_latent` dimensions."""
-        found = QueryMapping(n_latent, 1, len(self.factors))
-        found.factors.copy_(self.factors)
-        return found
-
-    def scaled(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a token batch with the expression that the encoder expects."""
-        return {**batch, "values": batch["values"] * self.factors[batch["input_ids"]]} if "values" in batch else batch
-
-    def move(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings of query cells in the space of the reference, shape (B, D)."""
-        return embeddings + (SHARPNESS * self.cosines(embeddings)).softmax(dim=1) @ self.shifts
-
-    def cosines(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return the cosine similarity between cells and clusters, shape (B, K)."""
-        return F.normalize(embeddings - self.center, dim=1) @ self.clusters.T
 
 
 class Standardize(nn.Module):

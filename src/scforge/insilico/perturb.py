@@ -110,11 +110,11 @@ def perturbation_table(
             for z in ("shift_z", "goal_z"):
                 if z in table:
                     table.insert(int(table.columns.get_loc(z)) + 1, f"{z}{ending}", other[z])
-        names = {
+        decoded = {
             name: vocab.decode(tested[:, place] + vocab.n_special)
             for place, name in enumerate(("gene", "gene_2")[: tested.shape[1]])
         }
-        tables.append(pd.DataFrame(names if group is None else {**names, "group": group}).join(table))
+        tables.append(pd.DataFrame(decoded if group is None else {**decoded, "group": group}).join(table))
     results = with_rates(pd.concat(tables, ignore_index=True))
     by = "shift" if is_goal is None else "goal_shift"
     results = results.sort_values(by, ascending=False, kind="stable", ignore_index=True)

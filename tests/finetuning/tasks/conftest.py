@@ -10,7 +10,7 @@ import torch
 from scforge.data import GeneVocab, open_cells
 from scforge.finetuning import Task, get_task
 from scforge.finetuning.base import EvaluationContext, Predictor
-from scforge.finetuning.heads import FineTunedModule
+from scforge.finetuning.mapping import FineTunedModule
 from scforge.models import GenePoolingModel
 from scforge.tokenizers import get_tokenizer
 

@@ -22,7 +22,7 @@ from scforge.finetuning.base import (
     register_task,
     with_adapters,
 )
-from scforge.finetuning.heads import QueryMapping, Unchanged
+from scforge.finetuning.mapping import QueryMapping, Unchanged
 from scforge.models.components.latent import batch_vectors
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective, TrainingDefaults

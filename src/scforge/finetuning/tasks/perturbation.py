@@ -32,8 +32,9 @@ from scforge.eval.perturbation_metrics import (
     warn_of_few,
 )
 from scforge.finetuning.base import Batch, Column, Evaluated, EvaluationContext, Loss, Predictor, Task, register_task
-from scforge.finetuning.heads import FineTunedModule, check_head
+from scforge.finetuning.heads import check_head
 from scforge.finetuning.labels import check_names
+from scforge.finetuning.mapping import FineTunedModule
 from scforge.finetuning.splits import Split
 from scforge.finetuning.tasks._perturbation_model import (
     MAX_FEATURES,
