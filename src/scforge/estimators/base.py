@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -631,26 +632,25 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
     def _open(self, source: AnnData | Cells | str | os.PathLike[str], **options: Any) -> Cells:
         """Open cells over the genes of the model, or over another vocabulary in `options` of :func:`open_cells`."""
-        cells: Any = self._mapped(source, {"vocab": self._spec.vocab, **options})
-        is_own = "vocab" not in options and getattr(self._tokenizer, "library_size", None) == "vocabulary"
-        return cells.over_vocabulary() if is_own and isinstance(cells, CellSource | StoreCells) else cells
-
-    def _mapped(self, source: AnnData | Cells | str | os.PathLike[str], options: dict[str, Any]) -> Cells:
+        is_own, is_plain = "vocab" not in options, not options
+        options = {"vocab": self._spec.vocab, **options}
+        cells: Any
         if isinstance(source, str | os.PathLike):
             # A store always has counts and names in the same places.
             setup = {} if is_collection(os.fspath(source)) else self._setup
-            return open_cells(source, layer=setup.get("layer"), gene_key=setup.get("gene_key"), **options)
-        if not isinstance(source, AnnData) and hasattr(source, "with_vocab"):
-            return source if source.vocab is options["vocab"] else source.with_vocab(**options)
-        check_adata(source)
-        own = self._setup_of(source)
-        setup = own or self._setup
-        if not own:
-            check_setup_keys(source, setup, type(self).__name__)
-        places = {"layer": setup["layer"], "gene_key": setup["gene_key"]}
-        if options == {"vocab": self._spec.vocab}:
-            return self._opened_once(source, **places)
-        return open_cells(source, **places, **options)
+            cells = open_cells(source, layer=setup.get("layer"), gene_key=setup.get("gene_key"), **options)
+        elif not isinstance(source, AnnData) and hasattr(source, "with_vocab"):
+            cells = source if source.vocab is options["vocab"] else source.with_vocab(**options)
+        else:
+            check_adata(source)
+            setup = self._setup_of(source) or {}
+            if not setup:
+                setup = self._setup
+                check_setup_keys(source, setup, type(self).__name__)
+            keys = {"layer": setup["layer"], "gene_key": setup["gene_key"]}
+            cells = self._opened_once(source, **keys) if is_plain else open_cells(source, **keys, **options)
+        uses_vocabulary = is_own and getattr(self._tokenizer, "library_size", None) == "vocabulary"
+        return cells.over_vocabulary() if uses_vocabulary and isinstance(cells, CellSource | StoreCells) else cells
 
     def _opened_once(self, adata: AnnData, layer: str | None, gene_key: str | None) -> Cells:
         """Return the cached cells of an AnnData, and reopen them if counts or genes have changed."""
@@ -698,17 +698,15 @@ class CellModel(BaseModelClass, metaclass=_Front):
             "vocab_hash": spec.vocab.hash,
         }
 
-    def _keep_landmarks(self, cells: Cells, rows: np.ndarray, batch_size: int) -> None:
-        """Embed a sample of training cells onto which queries are mapped, if the objective maps queries."""
+    def _embed_training_cells(self, cells: Cells, rows: np.ndarray, batch_size: int) -> None:
+        """Embed samples of the training cells: those onto which queries are mapped, and those of several batches."""
+        embed_sample = partial(
+            embed, self.module, tokenizer=self._tokenizer, objective=self._objective, batch_size=batch_size
+        )
         tuning = self._spec.tuning
-        changed = tuning is None or (tuning.task == "adaptation" and tuning.freeze is not True)
-        if changed and self._pretraining.maps_queries:
-            some = cells.sample(_N_LANDMARKS, rows=rows, seed=self.seed)
-            found = embed(self.module, some, self._tokenizer, objective=self._objective, batch_size=batch_size)
-            self._landmarks = torch.from_numpy(found)
-
-    def _fit_correction(self, cells: Cells, rows: np.ndarray, batch_size: int) -> None:
-        """Fit the correction for batches on a sample of the training cells, if they have several batches."""
+        is_changed = tuning is None or (tuning.task == "adaptation" and tuning.freeze is not True)
+        if is_changed and self._pretraining.maps_queries:
+            self._landmarks = torch.from_numpy(embed_sample(cells.sample(_N_LANDMARKS, rows=rows, seed=self.seed)))
         if (key := self._corrected_key) is None:
             return
         try:
@@ -716,10 +714,9 @@ class CellModel(BaseModelClass, metaclass=_Front):
         except DataError:  # a store without the column
             return
         chosen = choose_chunks(len(cells), N_CELLS, cells.chunk_size, rows=rows, groups=np.asarray(batches.codes)[rows])
-        some = cells.sample(N_CELLS, rows=chosen)
-        some = some.take(some.content_order())  # clusters depend on the order
-        embeddings = embed(self.module, some, self._tokenizer, objective=self._objective, batch_size=batch_size)
-        self._correction = BatchCorrection.fit(embeddings, some, key, seed=self.seed)
+        sampled = cells.sample(N_CELLS, rows=chosen)
+        sampled = sampled.take(sampled.content_order())  # clusters depend on the order
+        self._correction = BatchCorrection.fit(embed_sample(sampled), sampled, key, seed=self.seed)
 
     def _extend_history(self, figures: dict[str, list[float]]) -> None:
         """Append the scores of epochs to the history, with one data frame per name, as in scvi-tools."""

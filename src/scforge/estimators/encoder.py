@@ -345,8 +345,8 @@ class Encoder(CellModel):
 
     def _training_data(self, given: CellDataModule | None, objective: Objective, **options: Any) -> CellDataModule:
         """Return the data module to train on, bound to the tokenizer and objective of the model."""
-        data = self._data if given is None else given
-        is_other = given is not None and given is not self._data
+        own = self._data
+        data = own if given is None else given
         options = {name: value for name, value in options.items() if value is not None}
         if data is None:
             if self.adata is None:
@@ -355,7 +355,18 @@ class Encoder(CellModel):
                 )
             columns: dict[str, Any] = {key: self._setup.get(key) for key in ("batch_key", "labels_key")}
             cells = self._open(self.adata)
-            columns |= self._rows_of_split(cells, options)
+            if self.spec.tuning is not None:
+                if "validation_size" in options:
+                    raise OptionError(
+                        "validation_size was set by finetune and cannot be changed; omit validation_size."
+                    )
+                split = self._known_split(cells)
+                if split is None:
+                    raise DataError(
+                        "the cells are not exactly the cells used for fine-tuning; call finetune(adata=...) to "
+                        "fine-tune on these cells."
+                    )
+                columns |= {"train_rows": split.train, "validation_rows": split.validation}
             data = CellDataModule(cells, seed=self.seed, **columns, **options)
         elif options and self._query is not None and "validation_size" not in options:
             options |= {"train_rows": data.train_rows, "validation_rows": data.validation_rows}
@@ -366,8 +377,16 @@ class Encoder(CellModel):
             raise OptionError(f"{name}={value!r} cannot be changed in train; pass {name} to {place} instead.")
         elif self.adata is None:
             self._data = data
-        if is_other:
-            self._learn_from_others(data)
+        if given is not None and given is not own and self._seen is not None:
+            marks = CellFingerprints.of(self._open(data.cells))
+            learned = np.concatenate([data.train_rows, data.validation_rows])
+            if n_tested := int(self._seen.tested(marks.numbers)[learned].sum()):
+                raise OptionError(
+                    f"datamodule contains {n_tested} of the test cells that finetune held out; remove these cells from "
+                    "datamodule."
+                )
+            if isinstance(objective, Task) and objective.learns_labels:
+                self._seen = self._seen.with_learned(marks.take(learned))
         objective.learn_from(self.module)
         data.bind(self._tokenizer, objective, first_epoch=self.n_epochs_, cells=self._open(data.cells))
         return data
@@ -394,35 +413,6 @@ class Encoder(CellModel):
         if isinstance(task, Task) and task.learns_labels:
             learned = learned.union(self._seen.trained)
         return learned if len(learned) else None
-
-    def _rows_of_split(self, cells: Cells, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the training and validation rows of a model with a task, or an empty dict without a task."""
-        if self.spec.tuning is None:
-            return {}
-        if options.get("validation_size") is not None:
-            raise OptionError("validation_size was set by finetune and cannot be changed; omit validation_size.")
-        split = self._known_split(cells)
-        if split is None:
-            raise DataError(
-                "the cells are not exactly the cells used for fine-tuning; call finetune(adata=...) to fine-tune on "
-                "these cells."
-            )
-        return {"train_rows": split.train, "validation_rows": split.validation}
-
-    def _learn_from_others(self, data: CellDataModule) -> None:
-        """Record the cells that a fine-tuned model is trained on. Raises an OptionError if they include test cells."""
-        if self._seen is None:
-            return
-        marks = CellFingerprints.of(self._open(data.cells))
-        learned = np.concatenate([data.train_rows, data.validation_rows])
-        if n_tested := int(self._seen.tested(marks.numbers)[learned].sum()):
-            raise OptionError(
-                f"datamodule contains {n_tested} of the test cells that finetune held out; remove these cells from "
-                "datamodule."
-            )
-        task: Any = self.objective  # of a fine-tuned model
-        if task.learns_labels:
-            self._seen = self._seen.with_learned(marks.take(learned))
 
     def _rows_to_score(
         self, cells: Cells, marks: CellFingerprints | None, *, within: bool
@@ -634,7 +624,15 @@ class Encoder(CellModel):
         into = source if isinstance(source, AnnData) else None
         predicted = task.predict(predictor, into, key_added=key_added, **options)
         if parts is not None and task.learns_labels and not task.makes_cells:
-            self._report_split(parts, into, f"{key_added or 'scforge'}_split")
+            column = f"{key_added or 'scforge'}_split"
+            if into is not None:
+                into.obs[column] = pd.Categorical(parts)
+            if n_learned := int(np.isin(parts, ("train", "validation")).sum()):
+                where = "" if into is None else f" (obs[{column!r}])"
+                announce(
+                    f"The model knows the labels of {n_learned:,} of the {len(parts):,} cells from fine-tuning{where}; "
+                    "the predictions of these cells do not show how accurate it is."
+                )
         if predictor.new is not None:
             predictor.new.report()
         if into is not None and task.maps_new_cells:
@@ -648,17 +646,6 @@ class Encoder(CellModel):
     def _parts_of(self, cells: Cells) -> np.ndarray | None:
         """Return the part of the fine-tuning split of each cell, as text, shape (N,); None without fine-tuning."""
         return None if self._seen is None else self._seen.parts_of(CellFingerprints.of(cells))
-
-    def _report_split(self, parts: np.ndarray, adata: AnnData | None, column: str) -> None:
-        """Write the part of the split of each cell, and report how many cells the model learned from."""
-        if adata is not None:
-            adata.obs[column] = pd.Categorical(parts)
-        if n_learned := int(np.isin(parts, ("train", "validation")).sum()):
-            where = "" if adata is None else f" (obs[{column!r}])"
-            announce(
-                f"The model knows the labels of {n_learned:,} of the {len(parts):,} cells from fine-tuning{where}; the "
-                "predictions of these cells do not show how accurate it is."
-            )
 
     def evaluate(
         self,

@@ -32,7 +32,7 @@ from scforge.data.store import SOURCE, StoreCells
 from scforge.data.vocab import FROM_DATA, GeneVocab, n_of_species, open_vocab
 from scforge.errors import OptionError, listing, warn
 from scforge.finetuning.adapters import inject_lora
-from scforge.finetuning.base import Task, get_task
+from scforge.finetuning.base import get_task
 from scforge.finetuning.mapping import FineTunedModule
 from scforge.models._utils import bounded
 from scforge.models.components.gene_vectors import fill_gene_vectors
@@ -187,14 +187,6 @@ class FineTuneSpec:
     split: dict[str, Any] = field(default_factory=dict)
     base: dict[str, Any] = field(default_factory=dict)
     backbone: nn.Module | None = field(default=None, repr=False, compare=False)
-
-    def build_task(self, pretraining: Objective) -> Task:
-        """Create the task for a base model that was trained with the objective `pretraining`."""
-        task = get_task(self.task, **self.task_options)
-        task.pretraining = pretraining
-        if self.lora is not None:
-            task.for_adapters()
-        return task
 
     def build_module(self, encoder: nn.Module) -> FineTunedModule:
         """Add a head and adapters to an architecture module, and freeze layers."""
@@ -417,21 +409,16 @@ class ModelSpec:
             raise config_error(error, ModelConfig) from None
         on_meta = torch.get_default_device().type == "meta"
         with bounded(None if on_meta else available_memory()):
-            module = self._module(config, gene_vectors)
+            module = get_model(self.architecture, config)
+            check_defines(
+                f"architecture={self.architecture!r} is {type(module).__qualname__}", module, ("encode", "forward")
+            )
+            if gene_vectors is not None:
+                fill_gene_vectors(module, torch.from_numpy(gene_vectors))
+            if self.vocab.entropies is not None and hasattr(module, "init_gene_weights"):
+                weighting = self.tokenizer_options.get("weighting", "complement")
+                module.init_gene_weights(torch.from_numpy(serialization_weights(self.vocab, weighting)))
             return module if self.tuning is None else self.tuning.build_module(module)
-
-    def _module(self, config: ModelConfig, gene_vectors: np.ndarray | None) -> nn.Module:
-        """Create the architecture module."""
-        module = get_model(self.architecture, config)
-        check_defines(
-            f"architecture={self.architecture!r} is {type(module).__qualname__}", module, ("encode", "forward")
-        )
-        if gene_vectors is not None:
-            fill_gene_vectors(module, torch.from_numpy(gene_vectors))
-        if self.vocab.entropies is not None and hasattr(module, "init_gene_weights"):
-            weighting = self.tokenizer_options.get("weighting", "complement")
-            module.init_gene_weights(torch.from_numpy(serialization_weights(self.vocab, weighting)))
-        return module
 
     def build_untrained(self) -> tuple[nn.Module, Tokenizer]:
         """Create the pretraining module with random weights, and the tokenizer."""
@@ -450,8 +437,14 @@ class ModelSpec:
 
     def build_objective(self) -> Objective:
         """Create the objective, or the task of a fine-tuned model."""
-        objective = get_objective(self.objective, **self.objective_options)
-        return objective if self.tuning is None else self.tuning.build_task(objective)
+        pretraining = get_objective(self.objective, **self.objective_options)
+        if self.tuning is None:
+            return pretraining
+        task = get_task(self.tuning.task, **self.tuning.task_options)
+        task.pretraining = pretraining
+        if self.tuning.lora is not None:
+            task.for_adapters()
+        return task
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-safe dict of everything except the vocabulary."""

@@ -202,9 +202,7 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         )
         signal.raise_signal(result.signal)
     if rank == 0:
-        batch_size = min(data.batch_size or 256, 256)
-        model._keep_landmarks(data.bound, data.train_rows, batch_size)
-        model._fit_correction(data.bound, data.train_rows, batch_size)
+        model._embed_training_cells(data.bound, data.train_rows, min(data.batch_size or 256, 256))
 
 
 def _take_over(model: CellModel, result: FitResult) -> None:
