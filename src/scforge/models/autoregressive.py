@@ -14,6 +14,7 @@ from scforge._constants import CLS_ID, IGNORE_LABEL, N_SPECIAL, PAD_ID
 from scforge.errors import OptionError
 from scforge.models._utils import Architecture, evaluating, init_weights, number_of_each
 from scforge.models.components.attention import KeyValueCache, check_shapes, token_positions
+from scforge.models.components.config import TransformerConfig
 from scforge.models.components.cross_entropy import token_loss
 from scforge.models.components.embeddings import GeneExpressionEmbedding, between_rows, waves
 from scforge.models.components.heads import BinPredictionHead, MaskedGenePredictionHead, cell_loss, of_next_token
@@ -409,6 +410,12 @@ class AutoregressiveTransformer(Architecture):
         self.cell_loss_weight = check_positive("cell_loss_weight", cell_loss_weight, or_zero=True)
         if not gene_loss_weight + expression_loss_weight + (cell_loss_weight if has_readout else 0):
             raise OptionError("all loss weights are 0, so the model would not learn; increase at least one of them.")
+        config = TransformerConfig(
+            *(hidden_dim, num_layers, num_heads, ffn_dim, dropout, activation, layer_norm_eps, norm_first),
+            rotary=position_embedding == "rotary",
+            gradient_checkpointing=gradient_checkpointing,
+            unpad=unpad,
+        )
         self.vocab_size = vocab_size
         self.n_bins = n_bins
         self.hidden_dim = hidden_dim
@@ -430,13 +437,7 @@ class AutoregressiveTransformer(Architecture):
         self.bin_embedding = nn.Embedding(n_bins, hidden_dim) if use_expression_values else None
         self.condition_embedding = nn.Embedding(n_conditions, hidden_dim) if n_conditions else None
         self.readout = nn.Parameter(torch.empty(hidden_dim)) if has_readout else None
-        self.decoder = TransformerStack(
-            *(hidden_dim, num_layers, num_heads, ffn_dim, dropout, activation, layer_norm_eps),
-            norm_first=norm_first,
-            rotary=position_embedding == "rotary",
-            gradient_checkpointing=gradient_checkpointing,
-            unpad=unpad,
-        )
+        self.decoder = TransformerStack(config)
         self.head = MaskedGenePredictionHead(hidden_dim, vocab_size, layer_norm_eps)
         self.bin_head = BinPredictionHead(hidden_dim, n_bins, layer_norm_eps)
         self.bin_values: torch.Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +15,7 @@ from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError
 from scforge.models._utils import Architecture, init_weights
 from scforge.models.components.attention import check_shapes, put_back_weights, token_positions
+from scforge.models.components.config import TransformerConfig
 from scforge.models.components.embeddings import GeneExpressionEmbedding
 from scforge.models.components.heads import (
     COUNT_LOSSES,
@@ -209,6 +210,12 @@ class MaskedAutoencoder(Architecture):
             raise OptionError(
                 f"decoder_dim={decoder_dim} is not divisible by decoder_heads={decoder_heads}; change one."
             )
+        config = TransformerConfig(
+            *(encoder_dim, encoder_layers, encoder_heads, ffn_dim, dropout, activation, layer_norm_eps, norm_first),
+            rotary=position_embedding == "rotary",
+            gradient_checkpointing=gradient_checkpointing,
+            unpad=unpad,
+        )
         self.vocab_size = vocab_size
         self.encoder_dim = encoder_dim
         self.decoder_dim = decoder_dim
@@ -225,19 +232,14 @@ class MaskedAutoencoder(Architecture):
             gene_vectors,
             position_embedding=position_embedding,
         )
-        run: dict[str, Any] = {"norm_first": norm_first, "unpad": unpad}
-        run["gradient_checkpointing"] = gradient_checkpointing
-        inner = (dropout, activation, layer_norm_eps)
-        rotary = position_embedding == "rotary"
-        self.encoder = TransformerStack(
-            encoder_dim, encoder_layers, encoder_heads, ffn_dim, *inner, rotary=rotary, **run
-        )
+        self.encoder = TransformerStack(config)
         self.decoder_projection = nn.Linear(encoder_dim, decoder_dim)
         self.mask_token = nn.Parameter(torch.empty(decoder_dim))
         # Gene embeddings start fifty times smaller than encoder states, and would be negligible compared with them.
         self.gene_norm = nn.LayerNorm(encoder_dim, eps=layer_norm_eps)
         self.gene_projection = nn.Linear(encoder_dim, decoder_dim)
-        self.decoder = TransformerStack(decoder_dim, decoder_layers, decoder_heads, None, *inner, **run)
+        narrow: dict[str, Any] = {"hidden_dim": decoder_dim, "num_layers": decoder_layers, "num_heads": decoder_heads}
+        self.decoder = TransformerStack(replace(config, ffn_dim=None, rotary=False, **narrow))
         self.head = ExpressionPredictionHead(decoder_dim)
         self.log_dispersion = nn.Embedding(vocab_size, 1) if "binomial" in value_loss else None
         self.apply(init_weights)

@@ -17,6 +17,7 @@ from scforge._constants import MASK_ID, N_SPECIAL, PAD_ID
 from scforge.errors import DataError, OptionError
 from scforge.models._utils import Architecture, evaluating, number_of_each
 from scforge.models.components.attention import check_shapes, put_back_weights
+from scforge.models.components.config import TransformerConfig
 from scforge.models.components.heads import ExpressionPredictionHead
 from scforge.models.components.latent import (
     BatchIntegrationHead,
@@ -295,7 +296,7 @@ class ScDiVaModel(Architecture):
         ``"post"`` puts norms after each sum; ``"pre"`` puts them at the start of each branch, which is easier to train
         in deep models.
     norm, activation, bias
-        See :class:`scforge.models.components.TransformerBlock`; `norm` is also used in the embedding.
+        See :class:`scforge.models.components.TransformerConfig`; `norm` is also used in the embedding.
     final_norm
         Whether a norm follows the last layer. If None, a norm is added with ``norm_style="pre"``.
     latent_dim
@@ -369,6 +370,15 @@ class ScDiVaModel(Architecture):
         check_choice("position_embedding", position_embedding, ["none", "rotary"])
         check_share("dropout", dropout)
         check_count("max_tokens", max_tokens, "tokens", least=0)
+        config = TransformerConfig(
+            *(hidden_dim, num_layers, num_heads, ffn_dim, dropout, activation, layer_norm_eps, norm_style == "pre"),
+            norm=norm,
+            bias=bias,
+            final_norm=final_norm,
+            rotary=position_embedding == "rotary",
+            gradient_checkpointing=gradient_checkpointing,
+            unpad=unpad,
+        )
         self.vocab_size, self.num_genes, self.n_special = vocab_size, vocab_size - n_special, n_special
         self.hidden_dim, self.latent_dim, self.max_tokens = hidden_dim, latent_dim, max_tokens
         self.mode = mode if max_tokens else "vector"
@@ -376,26 +386,11 @@ class ScDiVaModel(Architecture):
         self.variational, self.denoising = variational, denoising
         tokens = self.mode == "tokens"
         self.uses_order = tokens and position_embedding == "rotary"
-        self.gene_embedding = GeneEmbedding(self.num_genes, hidden_dim, dropout, layer_norm_eps, norm)
+        self.gene_embedding = GeneEmbedding(self.num_genes, config)
         self.special_embedding: Any = nn.Embedding(n_special, hidden_dim) if tokens else None
         self.value_encoder: Any = ValueEncoder(hidden_dim) if tokens else None
         self.dropout = Dropout(dropout)
-        self.encoder = TransformerStack(
-            hidden_dim,
-            num_layers,
-            num_heads,
-            ffn_dim,
-            dropout,
-            activation,
-            layer_norm_eps,
-            norm_first=norm_style == "pre",
-            rotary=position_embedding == "rotary",
-            gradient_checkpointing=gradient_checkpointing,
-            unpad=unpad,
-            norm=norm,
-            bias=bias,
-            final_norm=final_norm,
-        )
+        self.encoder = TransformerStack(config)
         self.variational_layer = VariationalLayer(hidden_dim, latent_dim, variational=variational)
         self.annotation_head = AnnotationHead(latent_dim, hidden_dim, num_cell_types) if num_cell_types else None
         self.batch_integration_head = BatchIntegrationHead(latent_dim, hidden_dim, self.num_genes, n_batches)

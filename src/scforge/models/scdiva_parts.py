@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from scforge._checks import check_choice, check_count
+from scforge._checks import check_count
+from scforge.models.components.config import NORMS, TransformerConfig
 from scforge.models.components.latent import LOG_VARIANCES, BatchIntegrationHead, draw_latent
-from scforge.models.components.transformer import NORMS, Dropout
+from scforge.models.components.transformer import Dropout
 
 _STD = 0.02
 
@@ -21,33 +22,21 @@ class GeneEmbedding(nn.Module):
 
     W has shape (G, H), the transpose of the weight of a linear layer from G to H.
 
-    Parameters
-    ----------
-    num_genes, hidden_dim
-        Number of genes G and width H.
-    dropout
-        Dropout rate after the norm.
-    layer_norm_eps, norm
-        Epsilon and kind of the norm, see :class:`scforge.models.components.TransformerBlock`.
-
     Examples
     --------
-    >>> embedding = GeneEmbedding(num_genes=6, hidden_dim=4, dropout=0.0)
+    >>> embedding = GeneEmbedding(6, TransformerConfig(hidden_dim=4, num_layers=1, num_heads=1, dropout=0.0))
     >>> x = torch.tensor([[0.0, 2.0, 0.0, 1.0, 0.0, 0.0]])
     >>> genes, values = torch.tensor([[3, 1]]), torch.tensor([[1.0, 2.0]])
     >>> bool(torch.allclose(embedding(x), embedding.norm(embedding.bag(genes, values)), atol=1e-6))
     True
     """
 
-    def __init__(
-        self, num_genes: int, hidden_dim: int, dropout: float = 0.1, layer_norm_eps: float = 1e-12, norm: str = "layer"
-    ) -> None:
+    def __init__(self, num_genes: int, config: TransformerConfig) -> None:
         super().__init__()
-        check_choice("norm", norm, sorted(NORMS))
-        self.weight = nn.Parameter(torch.empty(num_genes, hidden_dim))
-        self.bias = nn.Parameter(torch.empty(hidden_dim))
-        self.norm = NORMS[norm](hidden_dim, eps=layer_norm_eps)
-        self.dropout = Dropout(dropout)
+        self.weight = nn.Parameter(torch.empty(num_genes, config.hidden_dim))
+        self.bias = nn.Parameter(torch.empty(config.hidden_dim))
+        self.norm = NORMS[config.norm](config.hidden_dim, eps=config.layer_norm_eps)
+        self.dropout = Dropout(config.dropout)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from scforge._checks import check_choice
 from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError
+from scforge.models.components.config import ACTIVATIONS
 from scforge.models.components.cross_entropy import linear_cross_entropy, mean_token_loss
-from scforge.models.components.transformer import ACTIVATIONS
 
 COUNT_LOSSES = ("poisson", "negative_binomial", "zero_truncated_poisson", "zero_truncated_negative_binomial")
 VALUE_LOSSES = ("mse", *COUNT_LOSSES)
