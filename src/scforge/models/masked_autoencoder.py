@@ -223,13 +223,7 @@ class MaskedAutoencoder(Architecture):
         self.value_loss = value_loss
         self.uses_order = position_embedding != "none" or pooling == "last"
         self.embedding = GeneExpressionEmbedding(
-            vocab_size,
-            encoder_dim,
-            max_seq_len,
-            dropout,
-            use_expression_values,
-            layer_norm_eps,
-            gene_vectors,
+            *(vocab_size, encoder_dim, max_seq_len, dropout, use_expression_values, layer_norm_eps, gene_vectors),
             position_embedding=position_embedding,
         )
         self.encoder = TransformerStack(config)
@@ -421,23 +415,19 @@ class MaskedAutoencoder(Architecture):
         if target_bs is not None and chosen is not None:
             raw_m = self.head(decoded_bsd[chosen]).float() if raw_bs is None else raw_bs[chosen]
             offset_m = None if offset_b1 is None else offset_b1.expand_as(target_bs)[chosen]
-            loss = self._loss(raw_m, target_bs[chosen].float(), genes_bs[chosen], offset_m)
+            target_m = target_bs[chosen].float()
+            if offset_m is None:
+                losses_m = (raw_m - target_m).square()
+            else:
+                if target_m.device.type == "cpu" and not torch.compiler.is_compiling():
+                    check_count_targets(self.value_loss, target_m)
+                losses_m = count_loss(self.value_loss, raw_m + offset_m, target_m, self._dispersion(genes_bs[chosen]))
+            loss = losses_m.sum() / max(1, len(target_m))
         if raw_bs is not None:
             if offset_b1 is not None:
                 raw_bs = expected_counts(self.value_loss, raw_bs + offset_b1, self._dispersion(genes_bs))
             logits = layout.put_back(raw_bs)
         return loss, logits
-
-    def _loss(
-        self, raw_m: torch.Tensor, target_m: torch.Tensor, genes_m: torch.Tensor, offset_m: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the mean loss over masked values, or 0 if there are none."""
-        if offset_m is None:
-            return (raw_m - target_m).square().sum() / max(1, len(target_m))
-        if target_m.device.type == "cpu" and not torch.compiler.is_compiling():
-            check_count_targets(self.value_loss, target_m)
-        losses = count_loss(self.value_loss, raw_m + offset_m, target_m, self._dispersion(genes_m))
-        return losses.sum() / max(1, len(target_m))
 
     def _dispersion(self, genes: torch.Tensor) -> torch.Tensor | None:
         return None if self.log_dispersion is None else self.log_dispersion(genes).squeeze(-1).float()

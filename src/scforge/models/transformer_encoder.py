@@ -184,13 +184,7 @@ class TransformerEncoder(Architecture):
         self.expression_loss_weight = check_positive("expression_loss_weight", expression_loss_weight, or_zero=True)
         self.uses_order = position_embedding != "none" or pooling in ("last", "depths")
         self.embedding = GeneExpressionEmbedding(
-            vocab_size,
-            hidden_dim,
-            max_seq_len,
-            dropout,
-            use_expression_values,
-            layer_norm_eps,
-            gene_vectors,
+            *(vocab_size, hidden_dim, max_seq_len, dropout, use_expression_values, layer_norm_eps, gene_vectors),
             position_embedding=position_embedding,
             value_encoder=value_encoder,
             n_value_bins=n_value_bins,

@@ -363,7 +363,11 @@ class TransformerStack(nn.Module):
                     "cache does not work with attention_bias, output_hidden_states or output_attentions; omit these "
                     "arguments."
                 )
-            return StackOutput(self._cached(hidden_bsh, tokens_bs, cache))
+            if tokens_bs is None:
+                tokens_bs = torch.ones((batch, seq), dtype=torch.bool, device=hidden_bsh.device)
+            tokens_bt = cache.add_tokens(tokens_bs)
+            positions_bs = token_positions(tokens_bt)[:, -seq:] if self.rotary else None
+            return StackOutput(self._run(hidden_bsh, tokens_bt, positions_bs, causal=seq > 1, cache=cache)[-1])
         positions_bs = packing = None
         if self.rotary:
             everywhere = torch.ones((batch, seq), dtype=torch.bool, device=hidden_bsh.device)
@@ -405,14 +409,6 @@ class TransformerStack(nn.Module):
             parts.append(self._run(part, tokens, places, bias, causal=causal, keep=keep))
         layers = zip(*parts, strict=True)
         return tuple(packing.unpack(torch.cat([part.flatten(0, 1) for part in layer])) for layer in layers)
-
-    def _cached(self, hidden_bsh: torch.Tensor, tokens_bs: torch.Tensor | None, cache: KeyValueCache) -> torch.Tensor:
-        """Run all layers on new tokens, and add them to the cache."""
-        if tokens_bs is None:
-            tokens_bs = torch.ones(hidden_bsh.shape[:2], dtype=torch.bool, device=hidden_bsh.device)
-        tokens_bt, n_new = cache.add_tokens(tokens_bs), tokens_bs.shape[1]
-        positions_bs = token_positions(tokens_bt)[:, -n_new:] if self.rotary else None
-        return self._run(hidden_bsh, tokens_bt, positions_bs, causal=n_new > 1, cache=cache)[-1]
 
     def _run(
         self,

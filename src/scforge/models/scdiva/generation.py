@@ -111,7 +111,7 @@ def generate_cells(
     cells = _Cells(model, *given, lengths_b.to(device), mask_id)
     step = 0
     with evaluating(cast(nn.Module, model)):
-        while cells.unfinished():
+        while (cells.no_gene_bs | cells.no_value_bs).any():
             cells.look()
             if cells.no_gene_bs.any():
                 random = _random_numbers(draws, cells.no_gene_bs.cpu(), lengths_b).to(device)
@@ -177,10 +177,6 @@ class _Cells:
         self.values_bs = values_bs.masked_fill(self.no_value_bs, 0.0)
         self.n_hidden_b = self.no_gene_bs.sum(dim=1)
 
-    def unfinished(self) -> bool:
-        """Return whether any gene or value is still masked."""
-        return bool((self.no_gene_bs | self.no_value_bs).any())
-
     def look(self) -> None:
         """Run the model, and set the predicted values of known genes."""
         self.seen: Seen = what_is_seen(
@@ -194,12 +190,23 @@ class _Cells:
 
     def unmask(self, share: float, random_bs2: torch.Tensor, temperature: float, top_k: int | None) -> None:
         """Sample a gene for every masked token, and keep the most confident until a fraction `share` is unmasked."""
-        gene_m, log_share_m = self._drawn(random_bs2[..., 0][self.no_gene_bs], temperature, top_k)
-        gene_bs = self.ids_bs.masked_scatter(self.no_gene_bs, gene_m)
+        table_vh = self.states.table
+        blocked_bv = self.seen.blocked(len(table_vh), self.model.n_special)
+        cells_m, random_m = self.no_gene_bs.nonzero()[:, 0], random_bs2[..., 0][self.no_gene_bs]
+        states_mh = self.states.tokens[self.no_gene_bs]
+        genes, log_shares = [], []
+        step = max(1, _VALUES_AT_ONCE // len(table_vh))
+        for start in range(0, len(states_mh), step):
+            part = slice(start, start + step)
+            logits = scores_of(states_mh[part], table_vh, self.model.token_prior)
+            share_mv = softmax(logits, ~blocked_bv[cells_m[part]], temperature, top_k)
+            genes.append(draw(share_mv, random_m[part]))
+            log_shares.append(share_mv.gather(1, genes[-1].unsqueeze(1)).squeeze(1).log())
+        gene_bs = self.ids_bs.masked_scatter(self.no_gene_bs, torch.cat(genes))
         # Gumbel noise that fades, as in MaskGIT (Chang et al. 2022): at first nearly any, at the end the most
         # confident.
         noise_bs = -(-random_bs2[..., 1].clamp(min=1e-12).log()).log()
-        sure_bs = torch.full_like(noise_bs, float("-inf")).masked_scatter(self.no_gene_bs, log_share_m)
+        sure_bs = torch.full_like(noise_bs, float("-inf")).masked_scatter(self.no_gene_bs, torch.cat(log_shares))
         sure_bs = sure_bs + temperature * (1.0 - share) * noise_bs
         order_bs = sure_bs.argsort(dim=1, descending=True, stable=True)
         hidden_bs = self.no_gene_bs.gather(1, order_bs)
@@ -210,24 +217,6 @@ class _Cells:
         new_bs = torch.zeros_like(new_bs).scatter(1, order_bs, new_bs)
         self.ids_bs = torch.where(new_bs, gene_bs, self.ids_bs)
         self.no_gene_bs = self.no_gene_bs & ~new_bs
-
-    def _drawn(
-        self, random_m: torch.Tensor, temperature: float, top_k: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a gene (int64) and its log probability (float64) for each masked token, both of shape (M,)."""
-        table_vh = self.states.table
-        blocked_bv = self.seen.blocked(len(table_vh), self.model.n_special)
-        cells_m = self.no_gene_bs.nonzero()[:, 0]
-        states_mh = self.states.tokens[self.no_gene_bs]
-        genes, shares = [], []
-        step = max(1, _VALUES_AT_ONCE // len(table_vh))
-        for start in range(0, len(states_mh), step):
-            part = slice(start, start + step)
-            logits = scores_of(states_mh[part], table_vh, self.model.token_prior)
-            share_mv = softmax(logits, ~blocked_bv[cells_m[part]], temperature, top_k)
-            genes.append(draw(share_mv, random_m[part]))
-            shares.append(share_mv.gather(1, genes[-1].unsqueeze(1)).squeeze(1).log())
-        return torch.cat(genes), torch.cat(shares)
 
     def tokens(self) -> GeneratedCells:
         """Return the generated cells."""
