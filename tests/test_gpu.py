@@ -14,8 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from scforge.estimators import Encoder
 from scforge.models import ScDiVa
-from scforge.models.components import transformer
-from scforge.models.components.transformer import TransformerStack
+from scforge.models.components import TransformerConfig, TransformerStack, transformer
 from scforge.training import CellDataModule, make_loggers
 from scforge.training.autotune import choose_precision, find_batch_size
 from scforge.training.devices import compiled
@@ -79,7 +78,7 @@ def close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
 @pytest.mark.parametrize("rotary", [False, True])
 def test_ways_of_attention_agree(monkeypatch, dtype, causal, rotary):
     torch.manual_seed(0)
-    stack = TransformerStack(64, 2, 4, dropout=0.0, rotary=rotary)
+    stack = TransformerStack(TransformerConfig(64, 2, 4, dropout=0.0, rotary=rotary))
     hidden, mask = torch.randn(6, 40, 64), torch.arange(40) < torch.tensor([40, 31, 30, 12, 5, 1])[:, None]
     weights = torch.randn(int(mask.sum()), 64)
     wanted = stack(hidden, mask, causal=causal).hidden[mask]

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from scforge.models import TransformerEncoder
-from scforge.models.components import SelfAttention
+from scforge.models.components import SelfAttention, TransformerConfig
 from scforge.models.components.attention import attention_mask_of
 
 LENGTHS = torch.tensor([7, 5, 2])
@@ -18,7 +18,7 @@ def make(**options) -> TransformerEncoder:
 
 
 def test_scores_by_the_formula():
-    attention = SelfAttention(16, 4)
+    attention = SelfAttention(TransformerConfig(16, 1, 4))
     hidden = torch.randn(3, 7, 16)
     q, k, v = attention.qkv(hidden).view(3, 7, 3, 4, 4).permute(2, 0, 3, 1, 4)
     scores = q @ k.mT / 2 + BIAS[:, None, None, :]

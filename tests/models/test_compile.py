@@ -5,7 +5,7 @@ import torch
 
 from scforge.config.schema import ModelConfig
 from scforge.models import get_model
-from scforge.models.components import TransformerBlock
+from scforge.models.components import TransformerBlock, TransformerConfig
 
 B, S, H = 3, 7, 8
 MASK = (torch.arange(S) < torch.tensor([[S], [4], [1]]))[:, None, None, :]
@@ -21,7 +21,7 @@ def fresh():
 
 @pytest.mark.parametrize(("causal", "norm_first"), [(True, True), (False, False)])
 def test_a_causal_or_post_norm_layer_is_one_graph(causal, norm_first):
-    layer = TransformerBlock(H, num_heads=2, norm_first=norm_first, dropout=0.5).eval()
+    layer = TransformerBlock(TransformerConfig(H, 1, 2, norm_first=norm_first, dropout=0.5)).eval()
     states = torch.randn(B, S, H)
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(states, causal=causal), layer(states, causal=causal))

@@ -9,7 +9,7 @@ from torch import nn
 
 from scforge.errors import OptionError
 from scforge.models._utils import init_weights
-from scforge.models.components import TransformerStack
+from scforge.models.components import TransformerConfig, TransformerStack
 from scforge.models.components import transformer as module
 from scforge.models.components.attention import KeyValueCache, generate_causal_mask
 
@@ -25,7 +25,7 @@ options_of_stacks = pytest.mark.parametrize("options", [{}, {"rotary": True, "no
 
 def make(**options) -> TransformerStack:
     torch.manual_seed(0)
-    return TransformerStack(HIDDEN, 3, 4, **options).apply(init_weights).eval()
+    return TransformerStack(TransformerConfig(HIDDEN, 3, 4, **options)).apply(init_weights).eval()
 
 
 @pytest.fixture
@@ -198,6 +198,6 @@ def test_bad_arguments(hidden):
     switches = dict.fromkeys(("unpad", "norm_first", "gradient_checkpointing", "rotary"), "yes")
     for name, value in {**sizes, **switches}.items():
         with pytest.raises(OptionError, match=f"{name}={value!r}"):
-            TransformerStack(**{"hidden_dim": 8, "num_layers": 1, "num_heads": 2, name: value})
+            TransformerConfig(**{"hidden_dim": 8, "num_layers": 1, "num_heads": 2, name: value})
     with pytest.raises(OptionError, match="position_embedding='rotary' requires heads of even width"):
-        TransformerStack(6, 1, 2, rotary=True)
+        TransformerConfig(6, 1, 2, rotary=True)

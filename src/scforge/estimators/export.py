@@ -29,7 +29,7 @@ from scforge.errors import ModelFileError, OptionError, first_line, listing
 from scforge.finetuning.adapters import merged
 from scforge.finetuning.mapping import QueryMapping
 from scforge.models.components.gene_vectors import GeneVectorBag, check_filled
-from scforge.models.scdiva_parts import GeneEmbedding
+from scforge.models.scdiva.parts import GeneEmbedding
 
 if TYPE_CHECKING:
     from scforge.estimators.base import CellModel

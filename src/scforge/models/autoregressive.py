@@ -14,6 +14,7 @@ from scforge._constants import CLS_ID, IGNORE_LABEL, N_SPECIAL, PAD_ID
 from scforge.errors import OptionError
 from scforge.models._utils import Architecture, evaluating, init_weights, number_of_each
 from scforge.models.components.attention import KeyValueCache, check_shapes, token_positions
+from scforge.models.components.config import TransformerConfig
 from scforge.models.components.cross_entropy import token_loss
 from scforge.models.components.embeddings import GeneExpressionEmbedding, between_rows, waves
 from scforge.models.components.heads import BinPredictionHead, MaskedGenePredictionHead, cell_loss, of_next_token
@@ -172,31 +173,26 @@ class _Cells:
         return self._grow()
 
     def choose(self, random_b2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the next gene and bin of each cell, int64, shape (B,), from the prompt or sampled."""
-        given_b = self.lengths_b < self.prompt.lengths
-        gene_b = draw(self._shares(self.gene_logits_bv), random_b2[:, 0])
-        expressed_bn = (torch.arange(self.model.n_bins, device=gene_b.device) > 0).expand_as(self.bin_logits)
-        bin_b = draw(softmax(self.bin_logits, expressed_bn, self.temperature), random_b2[:, 1])
-        place_b1 = self.lengths_b.clamp(max=self.prompt.ids.shape[1] - 1).unsqueeze(1)
-        given_bin_b = self.prompt.bins.gather(1, place_b1).squeeze(1)
-        gene_b = torch.where(given_b, self.prompt.ids.gather(1, place_b1).squeeze(1), gene_b)
-        return gene_b, torch.where(given_b & (given_bin_b >= 0), given_bin_b, bin_b)
-
-    def _shares(self, logits_bv: torch.Tensor) -> torch.Tensor:
-        """Return the probability of each next token, float64, shape (B, V).
+        """Return the next gene and bin of each cell, int64, shape (B,), from the prompt or sampled.
 
         A cell ends with the probability that the model predicts. The probability of genes that a cell already contains
         is redistributed only to other genes, because cells would otherwise end too early.
         """
-        shares_bv = softmax(logits_bv, ~self.used_bv, self.temperature, self.top_k)
-        if self.eos_id is None:
-            return shares_bv
-        end_b = softmax(logits_bv, self.could_v.expand_as(logits_bv), self.temperature)[:, self.eos_id]
-        end_b = end_b * self.has_genes_b
-        end_b = torch.where((~self.used_bv).any(dim=1), end_b, 1.0)
-        shares_bv = shares_bv * (1.0 - end_b).unsqueeze(1)
-        shares_bv[:, self.eos_id] = end_b
-        return shares_bv
+        share_bv = softmax(self.gene_logits_bv, ~self.used_bv, self.temperature, self.top_k)
+        if self.eos_id is not None:
+            could_bv = self.could_v.expand_as(share_bv)
+            end_b = softmax(self.gene_logits_bv, could_bv, self.temperature)[:, self.eos_id] * self.has_genes_b
+            end_b = torch.where((~self.used_bv).any(dim=1), end_b, 1.0)
+            share_bv = share_bv * (1.0 - end_b).unsqueeze(1)
+            share_bv[:, self.eos_id] = end_b
+        gene_b = draw(share_bv, random_b2[:, 0])
+        expressed_bn = (torch.arange(self.model.n_bins, device=gene_b.device) > 0).expand_as(self.bin_logits)
+        bin_b = draw(softmax(self.bin_logits, expressed_bn, self.temperature), random_b2[:, 1])
+        given_b = self.lengths_b < self.prompt.lengths
+        place_b1 = self.lengths_b.clamp(max=self.prompt.ids.shape[1] - 1).unsqueeze(1)
+        given_bin_b = self.prompt.bins.gather(1, place_b1).squeeze(1)
+        gene_b = torch.where(given_b, self.prompt.ids.gather(1, place_b1).squeeze(1), gene_b)
+        return gene_b, torch.where(given_b & (given_bin_b >= 0), given_bin_b, bin_b)
 
     def add(self, gene_b: torch.Tensor, bin_b: torch.Tensor) -> bool:
         """Add a token to the growing cells; return whether any cell has to grow further."""
@@ -409,6 +405,12 @@ class AutoregressiveTransformer(Architecture):
         self.cell_loss_weight = check_positive("cell_loss_weight", cell_loss_weight, or_zero=True)
         if not gene_loss_weight + expression_loss_weight + (cell_loss_weight if has_readout else 0):
             raise OptionError("all loss weights are 0, so the model would not learn; increase at least one of them.")
+        config = TransformerConfig(
+            *(hidden_dim, num_layers, num_heads, ffn_dim, dropout, activation, layer_norm_eps, norm_first),
+            rotary=position_embedding == "rotary",
+            gradient_checkpointing=gradient_checkpointing,
+            unpad=unpad,
+        )
         self.vocab_size = vocab_size
         self.n_bins = n_bins
         self.hidden_dim = hidden_dim
@@ -416,13 +418,7 @@ class AutoregressiveTransformer(Architecture):
         self.pooling = pooling
         self.n_conditions = n_conditions
         self.embedding = GeneExpressionEmbedding(
-            vocab_size,
-            hidden_dim,
-            max_seq_len,
-            dropout,
-            False,
-            layer_norm_eps,
-            gene_vectors,
+            *(vocab_size, hidden_dim, max_seq_len, dropout, False, layer_norm_eps, gene_vectors),
             position_embedding=position_embedding,
         )
         # A bin as a number would reach 50 times a projection: behind a layer norm little else is left, and of the bin
@@ -430,13 +426,7 @@ class AutoregressiveTransformer(Architecture):
         self.bin_embedding = nn.Embedding(n_bins, hidden_dim) if use_expression_values else None
         self.condition_embedding = nn.Embedding(n_conditions, hidden_dim) if n_conditions else None
         self.readout = nn.Parameter(torch.empty(hidden_dim)) if has_readout else None
-        self.decoder = TransformerStack(
-            *(hidden_dim, num_layers, num_heads, ffn_dim, dropout, activation, layer_norm_eps),
-            norm_first=norm_first,
-            rotary=position_embedding == "rotary",
-            gradient_checkpointing=gradient_checkpointing,
-            unpad=unpad,
-        )
+        self.decoder = TransformerStack(config)
         self.head = MaskedGenePredictionHead(hidden_dim, vocab_size, layer_norm_eps)
         self.bin_head = BinPredictionHead(hidden_dim, n_bins, layer_norm_eps)
         self.bin_values: torch.Tensor

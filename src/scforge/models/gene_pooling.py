@@ -5,6 +5,7 @@ Shapes: B cells, S tokens, H hidden, L latent, V vocabulary.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -32,21 +33,11 @@ class _TokenStates(nn.Module):
     """Compute a state for each token (residual feed-forward layers), then the mean over tokens."""
 
     def __init__(
-        self,
-        vocab_size: int,
-        hidden_dim: int,
-        num_layers: int,
-        ffn_dim: int,
-        dropout: float,
-        max_seq_len: int,
-        use_expression_values: bool,
-        layer_norm_eps: float,
-        gene_vectors: dict[str, Any] | None,
+        self, embedding: GeneExpressionEmbedding, sizes: tuple[int, int, int], dropout: float, layer_norm_eps: float
     ) -> None:
         super().__init__()
-        self.embedding = GeneExpressionEmbedding(
-            vocab_size, hidden_dim, max_seq_len, dropout, use_expression_values, layer_norm_eps, gene_vectors
-        )
+        hidden_dim, num_layers, ffn_dim = sizes
+        self.embedding = embedding
         self.layers = nn.ModuleList(
             nn.Sequential(
                 nn.Linear(hidden_dim, ffn_dim),
@@ -75,22 +66,11 @@ class _TokenStates(nn.Module):
 class _WeightedSum(nn.Module):
     """Compute the sum of gene embeddings weighted by expression, then an MLP: one hidden state per cell."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_dim: int,
-        num_layers: int,
-        ffn_dim: int,
-        latent_dim: int,
-        dropout: float,
-        layer_norm_eps: float,
-        gene_vectors: dict[str, Any] | None,
-    ) -> None:
+    def __init__(self, bag: nn.Module, widths: list[int], dropout: float, layer_norm_eps: float) -> None:
         super().__init__()
-        self.bag = token_bag(vocab_size, hidden_dim, gene_vectors)
-        widths = [hidden_dim, *[ffn_dim] * num_layers]
+        self.bag = bag
         layers: list[nn.Module] = []
-        for width, next_width in zip(widths, [*widths[1:], latent_dim], strict=True):
+        for width, next_width in pairwise(widths):
             layers += [nn.LayerNorm(width, eps=layer_norm_eps), nn.GELU(), nn.Dropout(dropout)]
             layers += [nn.Linear(width, next_width)]
         self.mlp = nn.Sequential(*layers)
@@ -211,22 +191,16 @@ class GenePoolingModel(Architecture):
         ffn_dim = 4 * hidden_dim if ffn_dim is None else ffn_dim
         if pooling == "mean":
             self.latent_dim = hidden_dim
-            self.body: nn.Module = _TokenStates(
-                vocab_size,
-                hidden_dim,
-                num_layers,
-                ffn_dim,
-                dropout,
-                max_seq_len,
-                use_expression_values,
-                layer_norm_eps,
-                gene_vectors,
+            embedding = GeneExpressionEmbedding(
+                *(vocab_size, hidden_dim, max_seq_len, dropout, use_expression_values, layer_norm_eps, gene_vectors)
             )
+            sizes = (hidden_dim, num_layers, ffn_dim)
+            self.body: nn.Module = _TokenStates(embedding, sizes, dropout, layer_norm_eps)
         else:
             self.latent_dim = hidden_dim if latent_dim is None else latent_dim
-            self.body = _WeightedSum(
-                vocab_size, hidden_dim, num_layers, ffn_dim, self.latent_dim, dropout, layer_norm_eps, gene_vectors
-            )
+            widths = [hidden_dim, *[ffn_dim] * num_layers, self.latent_dim]
+            bag = token_bag(vocab_size, hidden_dim, gene_vectors)
+            self.body = _WeightedSum(bag, widths, dropout, layer_norm_eps)
         self.head = MaskedGenePredictionHead(self.latent_dim, vocab_size, layer_norm_eps).apply(init_weights)
         self.decoder = None
         if n_batches is not None:
@@ -245,8 +219,8 @@ class GenePoolingModel(Architecture):
         self.projector = None
         if projector_dim is not None:
             norm = nn.LayerNorm(projector_dim, eps=layer_norm_eps)
-            sizes = (self.latent_dim, projector_dim)
-            self.projector = nn.Sequential(nn.Linear(*sizes), norm, nn.GELU(), nn.Linear(projector_dim, projector_dim))
+            first, last = nn.Linear(self.latent_dim, projector_dim), nn.Linear(projector_dim, projector_dim)
+            self.projector = nn.Sequential(first, norm, nn.GELU(), last)
 
     def forward(
         self,

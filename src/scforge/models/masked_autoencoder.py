@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +15,7 @@ from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError
 from scforge.models._utils import Architecture, init_weights
 from scforge.models.components.attention import check_shapes, put_back_weights, token_positions
+from scforge.models.components.config import TransformerConfig
 from scforge.models.components.embeddings import GeneExpressionEmbedding
 from scforge.models.components.heads import (
     COUNT_LOSSES,
@@ -209,6 +210,12 @@ class MaskedAutoencoder(Architecture):
             raise OptionError(
                 f"decoder_dim={decoder_dim} is not divisible by decoder_heads={decoder_heads}; change one."
             )
+        config = TransformerConfig(
+            *(encoder_dim, encoder_layers, encoder_heads, ffn_dim, dropout, activation, layer_norm_eps, norm_first),
+            rotary=position_embedding == "rotary",
+            gradient_checkpointing=gradient_checkpointing,
+            unpad=unpad,
+        )
         self.vocab_size = vocab_size
         self.encoder_dim = encoder_dim
         self.decoder_dim = decoder_dim
@@ -216,28 +223,17 @@ class MaskedAutoencoder(Architecture):
         self.value_loss = value_loss
         self.uses_order = position_embedding != "none" or pooling == "last"
         self.embedding = GeneExpressionEmbedding(
-            vocab_size,
-            encoder_dim,
-            max_seq_len,
-            dropout,
-            use_expression_values,
-            layer_norm_eps,
-            gene_vectors,
+            *(vocab_size, encoder_dim, max_seq_len, dropout, use_expression_values, layer_norm_eps, gene_vectors),
             position_embedding=position_embedding,
         )
-        run: dict[str, Any] = {"norm_first": norm_first, "unpad": unpad}
-        run["gradient_checkpointing"] = gradient_checkpointing
-        inner = (dropout, activation, layer_norm_eps)
-        rotary = position_embedding == "rotary"
-        self.encoder = TransformerStack(
-            encoder_dim, encoder_layers, encoder_heads, ffn_dim, *inner, rotary=rotary, **run
-        )
+        self.encoder = TransformerStack(config)
         self.decoder_projection = nn.Linear(encoder_dim, decoder_dim)
         self.mask_token = nn.Parameter(torch.empty(decoder_dim))
         # Gene embeddings start fifty times smaller than encoder states, and would be negligible compared with them.
         self.gene_norm = nn.LayerNorm(encoder_dim, eps=layer_norm_eps)
         self.gene_projection = nn.Linear(encoder_dim, decoder_dim)
-        self.decoder = TransformerStack(decoder_dim, decoder_layers, decoder_heads, None, *inner, **run)
+        narrow: dict[str, Any] = {"hidden_dim": decoder_dim, "num_layers": decoder_layers, "num_heads": decoder_heads}
+        self.decoder = TransformerStack(replace(config, ffn_dim=None, rotary=False, **narrow))
         self.head = ExpressionPredictionHead(decoder_dim)
         self.log_dispersion = nn.Embedding(vocab_size, 1) if "binomial" in value_loss else None
         self.apply(init_weights)
@@ -419,23 +415,19 @@ class MaskedAutoencoder(Architecture):
         if target_bs is not None and chosen is not None:
             raw_m = self.head(decoded_bsd[chosen]).float() if raw_bs is None else raw_bs[chosen]
             offset_m = None if offset_b1 is None else offset_b1.expand_as(target_bs)[chosen]
-            loss = self._loss(raw_m, target_bs[chosen].float(), genes_bs[chosen], offset_m)
+            target_m = target_bs[chosen].float()
+            if offset_m is None:
+                losses_m = (raw_m - target_m).square()
+            else:
+                if target_m.device.type == "cpu" and not torch.compiler.is_compiling():
+                    check_count_targets(self.value_loss, target_m)
+                losses_m = count_loss(self.value_loss, raw_m + offset_m, target_m, self._dispersion(genes_bs[chosen]))
+            loss = losses_m.sum() / max(1, len(target_m))
         if raw_bs is not None:
             if offset_b1 is not None:
                 raw_bs = expected_counts(self.value_loss, raw_bs + offset_b1, self._dispersion(genes_bs))
             logits = layout.put_back(raw_bs)
         return loss, logits
-
-    def _loss(
-        self, raw_m: torch.Tensor, target_m: torch.Tensor, genes_m: torch.Tensor, offset_m: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the mean loss over masked values, or 0 if there are none."""
-        if offset_m is None:
-            return (raw_m - target_m).square().sum() / max(1, len(target_m))
-        if target_m.device.type == "cpu" and not torch.compiler.is_compiling():
-            check_count_targets(self.value_loss, target_m)
-        losses = count_loss(self.value_loss, raw_m + offset_m, target_m, self._dispersion(genes_m))
-        return losses.sum() / max(1, len(target_m))
 
     def _dispersion(self, genes: torch.Tensor) -> torch.Tensor | None:
         return None if self.log_dispersion is None else self.log_dispersion(genes).squeeze(-1).float()

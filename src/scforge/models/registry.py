@@ -26,7 +26,7 @@ MODELS: Registry[Any] = Registry(
         "gene_pooling": "scforge.models.gene_pooling",
         "masked_autoencoder": "scforge.models.masked_autoencoder",
         "mlp": "scforge.models.mlp",
-        "scdiva": "scforge.models.scdiva",
+        "scdiva": "scforge.models.scdiva.model",
         "transformer_encoder": "scforge.models.transformer_encoder",
     },
 )

@@ -15,6 +15,7 @@ from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError
 from scforge.models._utils import Architecture, init_weights
 from scforge.models.components.attention import check_shapes, token_positions
+from scforge.models.components.config import TransformerConfig
 from scforge.models.components.cross_entropy import token_loss
 from scforge.models.components.embeddings import GeneExpressionEmbedding
 from scforge.models.components.heads import (
@@ -164,6 +165,13 @@ class TransformerEncoder(Architecture):
                 f"pooling={pooling!r} with special_value={special_value!r} requires n_special, the number of special "
                 "tokens."
             )
+        config = TransformerConfig(
+            *(hidden_dim, num_layers, num_heads, ffn_dim, dropout, activation, layer_norm_eps, norm_first),
+            final_norm=final_norm,
+            rotary=position_embedding == "rotary",
+            gradient_checkpointing=gradient_checkpointing,
+            unpad=unpad,
+        )
         self.vocab_size = vocab_size
         self.hidden_dim = hidden_dim
         self.pooling = pooling
@@ -176,28 +184,14 @@ class TransformerEncoder(Architecture):
         self.expression_loss_weight = check_positive("expression_loss_weight", expression_loss_weight, or_zero=True)
         self.uses_order = position_embedding != "none" or pooling in ("last", "depths")
         self.embedding = GeneExpressionEmbedding(
-            vocab_size,
-            hidden_dim,
-            max_seq_len,
-            dropout,
-            use_expression_values,
-            layer_norm_eps,
-            gene_vectors,
+            *(vocab_size, hidden_dim, max_seq_len, dropout, use_expression_values, layer_norm_eps, gene_vectors),
             position_embedding=position_embedding,
             value_encoder=value_encoder,
             n_value_bins=n_value_bins,
             value_bins_alpha=value_bins_alpha,
             embedding_norm=embedding_norm,
         )
-        sizes = (hidden_dim, num_layers, num_heads, ffn_dim, dropout, activation, layer_norm_eps)
-        self.encoder = TransformerStack(
-            *sizes,
-            norm_first=norm_first,
-            rotary=position_embedding == "rotary",
-            gradient_checkpointing=gradient_checkpointing,
-            unpad=unpad,
-            final_norm=final_norm,
-        )
+        self.encoder = TransformerStack(config)
         self.head: MaskedGenePredictionHead | None = None
         if gene_head:
             self.head = MaskedGenePredictionHead(

@@ -1,6 +1,7 @@
 """Building blocks shared by architectures."""
 
 from scforge.models.components.attention import SelfAttention, generate_causal_mask
+from scforge.models.components.config import TransformerConfig
 from scforge.models.components.embeddings import GeneExpressionEmbedding
 from scforge.models.components.gene_vectors import GeneVectorEmbedding
 from scforge.models.components.heads import BinPredictionHead, ExpressionPredictionHead, MaskedGenePredictionHead
@@ -17,6 +18,7 @@ __all__ = [
     "SIGReg",
     "SelfAttention",
     "TransformerBlock",
+    "TransformerConfig",
     "TransformerStack",
     "cls_pool",
     "generate_causal_mask",

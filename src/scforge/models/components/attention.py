@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from scforge._checks import check_count
 from scforge.errors import OptionError
+from scforge.models.components.config import TransformerConfig
 
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -36,12 +36,7 @@ def check_shapes(shape: Sequence[int], **tensors: torch.Tensor | None) -> None:
 
 
 def token_positions(tokens_bs: torch.Tensor) -> torch.Tensor:
-    """Return the position of each token among the tokens of its cell, int64, shape (B, S).
-
-    Parameters
-    ----------
-    tokens_bs
-        True for tokens, bool, in any order.
+    """Return the position of each token among the tokens of its cell, int64, (B, S); tokens may be in any order.
 
     Examples
     --------
@@ -96,23 +91,10 @@ def attention_mask_of(
     n_queries: int | None = None,
     bias_bt: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Return the mask for scaled-dot-product attention, of shape (B, 1, 1 or S, T).
+    """Return the mask for scaled-dot-product attention, (B, 1, 1 or S, T): bool, or float with a bias of each key.
 
-    Parameters
-    ----------
-    tokens_bt
-        True for keys that are tokens, bool, shape (B, T). If None, all keys are tokens.
-    causal
-        Whether each query attends only to the keys up to its position; the queries are the last `n_queries` keys.
-        Requires `n_queries` and one of the other two arguments, because a purely causal mask is handled better by the
-        kernel.
-    bias_bt
-        Values to add to the scores of each key, shape (B, T).
-
-    Returns
-    -------
-    A bool mask, true if attention is allowed. With a bias, a float mask, ``-inf`` if attention is not allowed. None if
-    no mask is needed.
+    If `causal`, each query attends only to the keys up to its position; the queries are the last `n_queries` keys. None
+    if all keys are tokens and there is no bias: a purely causal mask is handled better by the kernel.
     """
     allowed = None if tokens_bt is None else tokens_bt[:, None, None, :]
     given = tokens_bt if tokens_bt is not None else bias_bt
@@ -135,7 +117,7 @@ class KeyValueCache:
     Examples
     --------
     >>> import torch
-    >>> attention, cache = SelfAttention(hidden_dim=8, num_heads=2), KeyValueCache()
+    >>> attention, cache = SelfAttention(TransformerConfig(8, num_layers=1, num_heads=2)), KeyValueCache()
     >>> with torch.no_grad():
     ...     for _ in range(3):  # one token after the other
     ...         tokens = cache.add_tokens(torch.ones(4, 1, dtype=torch.bool))
@@ -154,33 +136,14 @@ class KeyValueCache:
         return 0 if self.tokens is None else self.tokens.shape[1]
 
     def add_tokens(self, tokens_bs: torch.Tensor) -> torch.Tensor:
-        """Record which of the next positions are tokens, and return the tokens of all positions so far.
-
-        Parameters
-        ----------
-        tokens_bs
-            True for tokens, bool, shape (B, S).
-
-        Returns
-        -------
-        True for tokens, bool, shape (B, T).
-        """
+        """Record which of the next S positions are tokens, and return this for all positions so far, bool, (B, T)."""
         self.tokens = tokens_bs if self.tokens is None else torch.cat([self.tokens, tokens_bs], dim=1)
         return self.tokens
 
     def extend(self, layer: int, key_bnsd: torch.Tensor, value_bnsd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add keys and values of the next positions to a layer, and return all keys and values of this layer.
+        """Add keys and values of the positions that :meth:`add_tokens` added; return all of this layer, (B, N, T, D).
 
-        Parameters
-        ----------
-        layer
-            Index of the layer, starting at 0; layers are called in this order.
-        key_bnsd, value_bnsd
-            Keys and values of the next positions, shape (B, N, S, D). Call :meth:`add_tokens` first.
-
-        Returns
-        -------
-        Keys and values, each of shape (B, N, T, D).
+        Layers are numbered from 0 and called in this order.
         """
         assert self.tokens is not None
         start, stop = self.tokens.shape[1] - key_bnsd.shape[2], self.tokens.shape[1]
@@ -206,22 +169,13 @@ class SelfAttention(nn.Module):
 
     Parameters
     ----------
-    hidden_dim
-        Width H; a multiple of `num_heads`.
-    num_heads
-        Number of heads N.
-    bias
-        Whether the linear layers have biases.
-
-    Raises
-    ------
-    OptionError
-        If `hidden_dim` is not a multiple of `num_heads`, or either is not a positive number.
+    config
+        Options, of which `hidden_dim`, `num_heads` and `bias` apply here.
 
     Examples
     --------
     >>> import torch
-    >>> attention = SelfAttention(hidden_dim=8, num_heads=2)
+    >>> attention = SelfAttention(TransformerConfig(hidden_dim=8, num_layers=1, num_heads=2))
     >>> states = torch.randn(3, 5, 8)
     >>> attention(states).shape, attention.weights(states).shape
     (torch.Size([3, 5, 8]), torch.Size([3, 2, 5, 5]))
@@ -229,15 +183,11 @@ class SelfAttention(nn.Module):
     [1.0, 0.0, 0.0, 0.0, 0.0]
     """
 
-    def __init__(self, hidden_dim: int, num_heads: int, *, bias: bool = True) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        check_count("hidden_dim", hidden_dim, "dimensions")
-        check_count("num_heads", num_heads, "heads")
-        if hidden_dim % num_heads:
-            raise OptionError(f"hidden_dim={hidden_dim} is not divisible by num_heads={num_heads}; change one.")
-        self.num_heads = num_heads
-        self.qkv = nn.Linear(hidden_dim, 3 * hidden_dim, bias=bias)
-        self.out = nn.Linear(hidden_dim, hidden_dim, bias=bias)
+        self.num_heads = config.num_heads
+        self.qkv = nn.Linear(config.hidden_dim, 3 * config.hidden_dim, bias=config.bias)
+        self.out = nn.Linear(config.hidden_dim, config.hidden_dim, bias=config.bias)
 
     def forward(
         self,
@@ -248,24 +198,11 @@ class SelfAttention(nn.Module):
         rotation: torch.Tensor | None = None,
         cache: tuple[KeyValueCache, int] | None = None,
     ) -> torch.Tensor:
-        """Compute self-attention.
+        """Return the new states, (B, S, H).
 
-        Parameters
-        ----------
-        hidden_bsh
-            States, shape (B, S, H).
-        mask
-            Mask, broadcast to (B, N, S, T): bool, true if attention is allowed, or float, added to the scores.
-        causal
-            Whether each token attends only to tokens up to itself. Not supported with a mask.
-        rotation
-            Output of :func:`scforge.models.components.attention.rotation_of`.
-        cache
-            Earlier keys and values to which these tokens are added, and the index of the layer.
-
-        Returns
-        -------
-        The new states, shape (B, S, H).
+        The mask, broadcast to (B, N, S, T), is bool, true if attention is allowed, or float, added to the scores; it
+        excludes `causal`. `rotation` is the output of :func:`rotation_of`. `cache` contains earlier keys and values, to
+        which these tokens are added, and the index of the layer.
         """
         alone = hidden_bsh.shape[1] == 1 and mask is None and cache is None
         if alone and not torch.compiler.is_compiling():
@@ -281,22 +218,9 @@ class SelfAttention(nn.Module):
     def packed(
         self, hidden_ph: torch.Tensor, ends: torch.Tensor, longest: int, *, causal: bool, rotation: torch.Tensor | None
     ) -> torch.Tensor:
-        """Compute self-attention within packed cells, on CUDA in half precision.
+        """Return the new states of packed cells, (P, H), on CUDA in half precision.
 
-        Parameters
-        ----------
-        hidden_ph
-            States, shape (P, H).
-        ends
-            Cell i is at positions ``ends[i]`` to ``ends[i + 1]``, int32, shape (B + 1,).
-        longest
-            Maximum number of tokens per cell.
-        causal, rotation
-            See :meth:`forward`.
-
-        Returns
-        -------
-        The new states, shape (P, H).
+        Cell i is at positions ``ends[i]`` to ``ends[i + 1]``, int32, (B + 1,), and `longest` is their largest number.
         """
         from torch.nn.attention.varlen import varlen_attn
 
@@ -318,14 +242,7 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """Return the attention of each token (rows) to each token (columns), float32, shape (B, N, S, S).
 
-        Parameters
-        ----------
-        hidden_bsh, mask, causal, rotation
-            See :meth:`forward`.
-
-        Returns
-        -------
-        The weights; rows sum to 1, and rows of queries that cannot attend to any token are zeros.
+        Rows sum to 1, except those of queries that cannot attend to any token, which are zeros.
         """
         q_bnsd, k_bnsd, _ = self._project(hidden_bsh, rotation, None)
         scores = (q_bnsd @ k_bnsd.transpose(-1, -2)).float() / q_bnsd.shape[-1] ** 0.5

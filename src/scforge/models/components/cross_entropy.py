@@ -32,20 +32,9 @@ def token_loss(
     Without `return_logits`, the logits are None, and the vocabulary head, which dominates the cost of a small model,
     runs only at labeled positions.
 
-    Parameters
-    ----------
-    head
-        Module that maps states of shape (..., H) to logits of shape (..., V). If it has a true attribute
-        ``takes_labels``, it also returns the loss for states (M, H) and labels (M,), like
-        :class:`~scforge.models.components.MaskedGenePredictionHead`.
-    hidden_bsh
-        States, shape (B, S, H).
-    labels_bs
-        Token ids to predict, -100 at positions without a target, int64, shape (B, S). If None, no loss is computed.
-    return_logits
-        Whether to return the logits of all positions.
-    weight_vh
-        Weight of the last layer, shape (V, H), for a head without its own weight.
+    A head with a true attribute ``takes_labels`` also returns the loss for states (M, H) and labels (M,), like
+    MaskedGenePredictionHead. Labels are -100 at positions without a target. `weight_vh` is for a head without its own
+    weight.
     """
     weight = () if weight_vh is None else (weight_vh,)
     if return_logits:
@@ -63,15 +52,7 @@ def token_loss(
 
 
 def mean_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy at labeled positions, or 0 without labels, e.g. in a batch of empty cells.
-
-    Parameters
-    ----------
-    logits
-        Logits, shape (M, V).
-    labels
-        Token ids, int64, shape (M,); positions with -100 are ignored.
-    """
+    """Return the mean cross entropy of logits (M, V) at labels other than -100; 0 without any, e.g. of empty cells."""
     total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_LABEL, reduction="sum")
     return total / (labels != IGNORE_LABEL).sum().clamp(min=1)
 
@@ -84,15 +65,6 @@ def linear_cross_entropy(
     The gradient is computed together with the loss, for some tokens at a time, so the logits are neither stored nor
     read again. Under autocast, products use the autocast dtype. Softmax and loss are float32 (float64 if `hidden_mh` is
     float64).
-
-    Parameters
-    ----------
-    hidden_mh
-        States, shape (M, H); with M = 0 the loss is 0.
-    weight_vh, bias_v
-        Weight and bias of the last layer, shapes (V, H) and (V,).
-    labels_m
-        Token ids from 0 to V - 1, int64, shape (M,).
     """
     kind = hidden_mh.device.type
     if torch.is_autocast_enabled(kind):

@@ -70,15 +70,6 @@ class _Biased(nn.Linear):
 class ValueMLP(nn.Module):
     """Linear, ReLU, Linear and LayerNorm on values clipped at `most`, as in scGPT (Cui et al. 2024).
 
-    Parameters
-    ----------
-    hidden_dim
-        Width H.
-    layer_norm_eps
-        Epsilon of the layer norm.
-    most
-        Maximum value; larger values are clipped.
-
     Examples
     --------
     >>> ValueMLP(hidden_dim=8)(torch.rand(2, 5)).shape
@@ -103,15 +94,6 @@ class SoftBins(nn.Module):
 
     With ``x = leaky_relu(Linear(value))``, with slope 0.1 below zero, the weights are ``softmax(alpha * x +
     Linear(x))`` (Hao et al. 2024, the embedding of expression values).
-
-    Parameters
-    ----------
-    hidden_dim
-        Width H.
-    n_bins
-        Number of bins K.
-    alpha
-        Weight of the first layer relative to the second.
 
     Examples
     --------

@@ -152,11 +152,6 @@ class GeneVectorEmbedding(nn.Module):
 class GeneVectorBag(GeneVectorEmbedding):
     """Weighted sums of the embeddings of :class:`GeneVectorEmbedding`, called like :class:`torch.nn.EmbeddingBag`.
 
-    Parameters
-    ----------
-    vocab_size, hidden_dim, dim, learned, frozen
-        See :class:`GeneVectorEmbedding`.
-
     Examples
     --------
     >>> bag = GeneVectorBag(vocab_size=6, hidden_dim=8, dim=3, learned=4)
@@ -191,20 +186,7 @@ class GeneVectorBag(GeneVectorEmbedding):
 
 
 def token_embedding(vocab_size: int, hidden_dim: int, gene_vectors: Mapping[str, Any] | None = None) -> nn.Module:
-    """Return a token embedding, either plain or with pretrained vectors.
-
-    Parameters
-    ----------
-    vocab_size, hidden_dim
-        Size of the embedding.
-    gene_vectors
-        None, or the arguments `dim`, `learned` and `frozen` of :class:`GeneVectorEmbedding`.
-
-    Raises
-    ------
-    OptionError
-        If `gene_vectors` cannot be used.
-    """
+    """Return a token embedding, plain or with pretrained vectors: the arguments of :class:`GeneVectorEmbedding`."""
     if gene_vectors is None:
         return nn.Embedding(vocab_size, hidden_dim, padding_idx=PAD_ID)
     return _of_vectors(GeneVectorEmbedding, vocab_size, hidden_dim, gene_vectors)
@@ -268,13 +250,7 @@ def fill_gene_vectors(module: nn.Module, vectors: torch.Tensor) -> None:
 
 
 def check_filled(module: nn.Module) -> None:
-    """Raise an error if a :class:`GeneVectorEmbedding` of a model has not been filled.
-
-    Raises
-    ------
-    OptionError
-        If a module has not been filled.
-    """
+    """Raise an error if a :class:`GeneVectorEmbedding` of a model has not been filled."""
     if any(not part.scale for part in _parts(module)):
         raise OptionError(
             "gene_vectors is set, but no vectors were passed to the model; omit gene_vectors, and pass the vectors "

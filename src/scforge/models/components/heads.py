@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from scforge._checks import check_choice
 from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError
+from scforge.models.components.config import ACTIVATIONS
 from scforge.models.components.cross_entropy import linear_cross_entropy, mean_token_loss
-from scforge.models.components.transformer import ACTIVATIONS
 
 COUNT_LOSSES = ("poisson", "negative_binomial", "zero_truncated_poisson", "zero_truncated_negative_binomial")
 VALUE_LOSSES = ("mse", *COUNT_LOSSES)
@@ -55,20 +55,8 @@ def count_loss(
     Truncated losses are for data that contain only expressed genes. Such data have no zeros, so the fit of a plain
     Poisson distribution would be biased (TranscriptFormer, Pearce et al. 2025, uses the truncated Poisson).
 
-    Parameters
-    ----------
-    name
-        One of ``COUNT_LOSSES``.
-    log_rate
-        Natural logarithm of the rate, shape (...), clipped to the range from -50 to 30.
-    counts
-        Integers, at least 0, or at least 1 for a truncated loss, shape (...).
-    log_dispersion
-        Logarithm of r, shape (...), for the negative binomial, clipped to the range from -15 to 15.
-
-    Returns
-    -------
-    The loss of each count, shape (...), float32, or float64 if `log_rate` is float64.
+    All have the shape (...). The logarithms of rate and dispersion are clipped to ``_LOG_RATES`` and
+    ``_LOG_DISPERSIONS``. The loss is float32, or float64 if `log_rate` is.
 
     Examples
     --------
@@ -100,21 +88,9 @@ def expected_counts(name: str, log_rate: torch.Tensor, log_dispersion: torch.Ten
 
 
 def log_counts(name: str, counts_bs: torch.Tensor, tokens_bs: torch.Tensor) -> torch.Tensor:
-    """Return log1p of the token counts, and 0 elsewhere, float32, shape (B, S).
+    """Return log1p of the token counts, and 0 elsewhere, float32, shape (B, S); `name` is that of the loss.
 
-    Parameters
-    ----------
-    name
-        One of ``COUNT_LOSSES``, for error messages.
-    counts_bs
-        Counts, shape (B, S).
-    tokens_bs
-        False for counts to ignore, bool, shape (B, S).
-
-    Raises
-    ------
-    OptionError
-        If a count is below 0. This is checked only on the CPU, to avoid waiting for a GPU.
+    That no count is below 0 is checked only on the CPU, to avoid waiting for a GPU.
     """
     counts_bs = counts_bs.float().masked_fill(~tokens_bs, 0.0)
     if counts_bs.device.type == "cpu" and not torch.compiler.is_compiling() and bool((counts_bs < 0).any()):
@@ -128,13 +104,6 @@ def log_counts(name: str, counts_bs: torch.Tensor, tokens_bs: torch.Tensor) -> t
 def mean_expressed(counts_bs: torch.Tensor, tokens_bs: torch.Tensor) -> torch.Tensor:
     """Return the mean of the nonzero token counts of each cell, float32, shape (B, 1), or 1 if all counts are zero.
 
-    Parameters
-    ----------
-    counts_bs
-        Counts, shape (B, S).
-    tokens_bs
-        False for counts to ignore, bool, shape (B, S).
-
     Examples
     --------
     >>> mean_expressed(torch.tensor([[2.0, 0.0, 4.0]]), torch.tensor([[True, True, True]]))
@@ -147,13 +116,7 @@ def mean_expressed(counts_bs: torch.Tensor, tokens_bs: torch.Tensor) -> torch.Te
 
 
 def check_count_targets(name: str, counts: torch.Tensor) -> None:
-    """Raise an error if `counts` are not valid targets for the loss `name`; call it before moving data to a GPU.
-
-    Raises
-    ------
-    OptionError
-        If a count is invalid; the message names the loss and the first invalid count.
-    """
+    """Raise an error if `counts` are not valid targets for the loss `name`; call it before moving data to a GPU."""
     least = 1 if is_truncated(name) else 0
     bad = ~((counts >= least) & (counts == counts.round()) & counts.isfinite())
     if bool(bad.any()):
@@ -207,19 +170,7 @@ def of_next_token(targets_bs: torch.Tensor, tokens_bs: torch.Tensor) -> torch.Te
 def cell_loss(
     head: nn.Module, state_bh: torch.Tensor, labels_bs: torch.Tensor, tokens_bs: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``-log p(label | state of the cell)``, averaged over the labels of each cell and then over cells.
-
-    Parameters
-    ----------
-    head
-        Module that maps states of shape (B, H) to logits of shape (B, V).
-    state_bh
-        State that summarizes each cell, shape (B, H).
-    labels_bs
-        Token ids, -100 at positions without a target, int64, shape (B, S).
-    tokens_bs
-        False for labels to ignore, bool, shape (B, S).
-    """
+    """Return ``-log p(label | state of the cell)``, averaged over the labels of each cell and then over cells."""
     labeled_bs = (labels_bs != IGNORE_LABEL) & tokens_bs
     log_p_bv = head(state_bh).float().log_softmax(dim=-1)
     log_p_bs = log_p_bv.gather(1, labels_bs.masked_fill(~labeled_bs, 0)) * labeled_bs
@@ -384,11 +335,6 @@ class ExpressionPredictionHead(nn.Module):
 
 class DeepExpressionHead(ExpressionPredictionHead):
     """Predict a number for each token: Linear, LeakyReLU, Linear, LeakyReLU, Linear, as in scGPT (Cui et al. 2024).
-
-    Parameters
-    ----------
-    hidden_dim
-        Width H of the input states.
 
     Examples
     --------

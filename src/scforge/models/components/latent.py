@@ -22,15 +22,7 @@ def draw_latent(mu_bl: torch.Tensor, logvar_bl: torch.Tensor) -> torch.Tensor:
 
 
 class BatchIntegrationHead(nn.Module):
-    """Decode latent variables to expression: Linear to H, GELU, Linear to G; batch vectors are added before the GELU.
-
-    Parameters
-    ----------
-    latent_dim, hidden_dim, num_genes
-        Numbers of dimensions L and H, and number of genes G.
-    n_batches
-        Number of batches, whose vectors are initialized at zero.
-    """
+    """Decode latent variables to expression: Linear to H, GELU, Linear to G; batch vectors are added before GELU."""
 
     def __init__(self, latent_dim: int, hidden_dim: int, num_genes: int, n_batches: int = 0) -> None:
         super().__init__()
@@ -86,15 +78,7 @@ def reconstruction_loss(predicted: torch.Tensor, target: torch.Tensor) -> torch.
 
 
 def classification_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of cell types, ignoring cells with the label -100; 0 without labeled cells.
-
-    Parameters
-    ----------
-    logits
-        Logits, shape (B, T).
-    labels
-        Class of each cell, int64, shape (B,).
-    """
+    """Return the mean cross entropy of cell types, ignoring cells with the label -100; 0 without labeled cells."""
     total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_LABEL, reduction="sum")
     return total / (labels != IGNORE_LABEL).sum().clamp(min=1)
 
@@ -105,13 +89,6 @@ def kl_divergence(mu: torch.Tensor, logvar: torch.Tensor, free_bits: float = 0.0
     The divergence is ``-1/2 sum_l (1 + logvar - mu^2 - exp(logvar))`` (Kingma and Welling 2013). With `free_bits`, the
     mean over cells of each dimension is clipped from below at this number of nats, so that no dimension has to collapse
     (Kingma et al. 2016).
-
-    Parameters
-    ----------
-    mu, logvar
-        Mean and log-variance of the latent distribution, shape (B, L).
-    free_bits
-        Number of nats per dimension that are not penalized.
 
     Examples
     --------

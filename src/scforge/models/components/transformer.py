@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache as cached
 from importlib.util import find_spec
@@ -14,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from scforge._checks import check_bool, check_choice, check_count, check_positive
 from scforge.errors import OptionError
 from scforge.models.components.attention import (
     KeyValueCache,
@@ -24,6 +22,7 @@ from scforge.models.components.attention import (
     rotation_of,
     token_positions,
 )
+from scforge.models.components.config import ACTIVATIONS, GATED, NORMS, TransformerConfig
 
 _WORTH = 0.95
 """Fraction of positions that are tokens above which padding is kept."""
@@ -32,13 +31,6 @@ _SHORTEST = 0.875
 
 _STEPS = 2**16
 """Number of steps into which probabilities are divided."""
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
-
-GATED = "swiglu"
-"""Activation of a gated feed-forward layer: ``silu(gate) * inner``, both from one projection (Shazeer 2020)."""
-
-NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 _CPU_NUMBERS = 2**21
 """Number of values in the widest layer that a CPU processes at a time. Inputs of the next layer are then still in its
@@ -50,15 +42,7 @@ _WIDE = 512
 
 @dataclass(frozen=True)
 class Group:
-    """Cells that are computed together.
-
-    Attributes
-    ----------
-    n_cells, longest
-        Number b of cells, and number s of positions per cell.
-    tokens
-        True for tokens, bool, shape (b, s). If None, all positions are tokens.
-    """
+    """Cells that are computed together, at `longest` positions each; `tokens`, (b, s), is None if all are tokens."""
 
     n_cells: int
     longest: int
@@ -67,20 +51,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Packing:
-    """Positions of the tokens of a batch in a packed layout.
+    """Positions of the tokens of a batch of `shape` (B, S) in a packed layout of groups of cells.
 
-    Attributes
-    ----------
-    shape
-        Number of cells B and number of positions S.
-    groups
-        Groups of cells, in order.
-    index
-        For each packed position, its index in the flattened batch, int64, shape (P,). None if the groups contain the
-        cells in their original order.
-    ends
-        Boundaries of the cells, int32, shape (B + 1,), starting at 0, and the maximum number of tokens per cell. None
-        unless all padding is removed.
+    `index` contains the index in the flattened batch of each packed position, int64, (P,), and is None if the groups
+    contain the cells in their original order. If all padding is removed, `ends` contains the boundaries of the cells,
+    int32, (B + 1,), starting at 0, and the maximum number of tokens per cell.
     """
 
     shape: tuple[int, int]
@@ -115,27 +90,21 @@ def pack_cells(
     exact: bool = False,
     most: int | None = None,
 ) -> Packing | None:
-    """Plan a packing, or return None if the padded batch is faster.
+    """Plan the packing of a batch of shape (B, S), or return None if the padded batch is faster.
 
-    Parameters
-    ----------
-    shape
-        Number of cells B and number of positions S.
-    tokens_bs
-        True for tokens, bool, in any order, shape (B, S). If None, all positions are tokens.
-    unpad
-        Whether to remove padding. If None, removes padding if it exceeds a twentieth of the positions. True removes all
-        padding, False removes no padding.
-    exact
-        Whether to remove all padding, for kernels that take the boundaries of cells.
-    most
-        Maximum number of positions per group, which contains at least one cell. If None, there is no limit.
+    Padding is removed if it exceeds a twentieth of the positions; if `unpad` is True, always, and if False, never.
+    Cells then stand in groups of similar length, or, if `exact`, in one row, for kernels that take the boundaries of
+    cells. `most` is the maximum number of positions per group, which contains at least one cell.
     """
     batch, seq = shape
     lengths = [seq] * batch if tokens_bs is None else tokens_bs.sum(dim=1).tolist()
     share = sum(lengths) / max(1, batch * seq)
     if tokens_bs is not None and unpad is not False and 0 < share <= (1.0 - 1e-12 if unpad else _WORTH):
-        return _in_one_row(tokens_bs, lengths) if exact else _by_length(tokens_bs, lengths, most)
+        if not exact:
+            return _by_length(tokens_bs, lengths, most)
+        index = tokens_bs.flatten().nonzero().squeeze(1)
+        ends = F.pad(tokens_bs.sum(dim=1).cumsum(0), (1, 0)).to(torch.int32)
+        return Packing(shape, (Group(1, len(index), None),), index, (ends, max(lengths)))
     if most is None or batch * seq <= most:
         return None
     step, groups = max(1, most // max(1, seq)), []
@@ -146,13 +115,8 @@ def pack_cells(
     return Packing(shape, tuple(groups))
 
 
-def _in_one_row(tokens_bs: torch.Tensor, lengths: list[int]) -> Packing:
-    index = tokens_bs.flatten().nonzero().squeeze(1)
-    ends = F.pad(tokens_bs.sum(dim=1).cumsum(0), (1, 0)).to(torch.int32)
-    return Packing((len(lengths), tokens_bs.shape[1]), (Group(1, len(index), None),), index, (ends, max(lengths)))
-
-
 def _by_length(tokens_bs: torch.Tensor, lengths: list[int], most: int | None) -> Packing:
+    """Group cells of similar length."""
     batch, seq = tokens_bs.shape
     device = tokens_bs.device
     # The tokens of each cell in their order, then its padding.
@@ -244,61 +208,29 @@ class TransformerBlock(nn.Module):
 
     Parameters
     ----------
-    hidden_dim, num_heads
-        Width and number of attention heads.
-    ffn_dim
-        Width of the feed-forward layer. If None, uses ``4 * hidden_dim``.
-    dropout
-        Dropout rate on each residual branch and inside the feed-forward layer.
-    activation
-        ``"gelu"``, ``"relu"``, ``"silu"``, or ``"swiglu"``, a gated layer with an inner layer twice as wide.
-    layer_norm_eps
-        Epsilon of the norms.
-    norm_first
-        Whether to apply norms at the start of each branch (pre-norm) instead of after each sum (post-norm).
-    norm
-        ``"layer"``, or ``"rms"``, which scales by the root mean square and has no shift.
-    bias
-        Whether the linear layers have biases.
+    config
+        Options, see :class:`TransformerConfig`.
 
     Examples
     --------
     >>> import torch
-    >>> block = TransformerBlock(hidden_dim=8, num_heads=2, activation="swiglu", norm="rms", bias=False)
+    >>> block = TransformerBlock(TransformerConfig(8, num_layers=1, num_heads=2, activation="swiglu", bias=False))
     >>> block(torch.randn(3, 5, 8)).shape
     torch.Size([3, 5, 8])
     """
 
-    def __init__(
-        self,
-        hidden_dim: int,
-        num_heads: int,
-        ffn_dim: int | None = None,
-        dropout: float = 0.1,
-        activation: str = "gelu",
-        layer_norm_eps: float = 1e-12,
-        *,
-        norm_first: bool = True,
-        norm: str = "layer",
-        bias: bool = True,
-    ) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        check_choice("activation", activation, sorted([*ACTIVATIONS, GATED]))
-        check_choice("norm", norm, sorted(NORMS))
-        check_bool("bias", bias)
-        ffn_dim = 4 * hidden_dim if ffn_dim is None else ffn_dim
-        check_count("hidden_dim", hidden_dim, "dimensions")
-        check_count("ffn_dim", ffn_dim, "dimensions")
-        check_positive("layer_norm_eps", layer_norm_eps)
-        gated = activation == GATED
-        self.activation = _gate if gated else ACTIVATIONS[activation]
-        self.norm_first = check_bool("norm_first", norm_first)
-        self.norm_attention = NORMS[norm](hidden_dim, eps=layer_norm_eps)
-        self.attention = SelfAttention(hidden_dim, num_heads, bias=bias)
-        self.norm_ffn = NORMS[norm](hidden_dim, eps=layer_norm_eps)
-        self.ffn_in = nn.Linear(hidden_dim, 2 * ffn_dim if gated else ffn_dim, bias=bias)
-        self.ffn_out = nn.Linear(ffn_dim, hidden_dim, bias=bias)
-        self.dropout = Dropout(dropout)
+        hidden_dim, inner_dim, norm = config.hidden_dim, config.inner_dim, NORMS[config.norm]
+        gated = config.activation == GATED
+        self.activation = _gate if gated else ACTIVATIONS[config.activation]
+        self.norm_first = config.norm_first
+        self.norm_attention = norm(hidden_dim, eps=config.layer_norm_eps)
+        self.attention = SelfAttention(config)
+        self.norm_ffn = norm(hidden_dim, eps=config.layer_norm_eps)
+        self.ffn_in = nn.Linear(hidden_dim, 2 * inner_dim if gated else inner_dim, bias=config.bias)
+        self.ffn_out = nn.Linear(inner_dim, hidden_dim, bias=config.bias)
+        self.dropout = Dropout(config.dropout)
         # The wider the layers, the smaller its relative cost, and the more it saves.
         self.saves_memory = hidden_dim >= _WIDE
 
@@ -370,65 +302,28 @@ class TransformerStack(nn.Module):
 
     Parameters
     ----------
-    hidden_dim, num_layers, num_heads
-        Width H, number of layers, and number of heads N per layer.
-    ffn_dim, dropout, activation, layer_norm_eps, norm_first, norm, bias
-        See :class:`TransformerBlock`.
-    rotary
-        Whether to rotate queries and keys by the position of their token among the tokens of the cell.
-    gradient_checkpointing
-        Whether to recompute the activations of each layer in the backward pass, which takes less memory and more time.
-    unpad
-        Whether to remove padding from the computation. If None, removes it if this is faster.
-    final_norm
-        Whether a norm follows the last layer. If None, a norm is added to pre-norm layers.
+    config
+        Options, see :class:`TransformerConfig`.
 
     Examples
     --------
-    >>> stack = TransformerStack(hidden_dim=8, num_layers=2, num_heads=2)
+    >>> stack = TransformerStack(TransformerConfig(hidden_dim=8, num_layers=2, num_heads=2))
     >>> stack(torch.randn(3, 5, 8), torch.ones(3, 5)).hidden.shape
     torch.Size([3, 5, 8])
     """
 
-    def __init__(
-        self,
-        hidden_dim: int,
-        num_layers: int,
-        num_heads: int,
-        ffn_dim: int | None = None,
-        dropout: float = 0.1,
-        activation: str = "gelu",
-        layer_norm_eps: float = 1e-12,
-        *,
-        norm_first: bool = True,
-        rotary: bool = False,
-        gradient_checkpointing: bool = False,
-        unpad: bool | None = None,
-        norm: str = "layer",
-        bias: bool = True,
-        final_norm: bool | None = None,
-    ) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        if unpad is not None:
-            check_bool("unpad", unpad)
-        check_count("num_layers", num_layers, "layers")
-        check_count("num_heads", num_heads, "heads")
-        sizes = (hidden_dim, num_heads, ffn_dim, dropout, activation, layer_norm_eps)
-        self.layers = nn.ModuleList(
-            TransformerBlock(*sizes, norm_first=norm_first, norm=norm, bias=bias) for _ in range(num_layers)
-        )
-        ends = norm_first if final_norm is None else check_bool("final_norm", final_norm)
-        self.final_norm = NORMS[norm](hidden_dim, eps=layer_norm_eps) if ends else nn.Identity()
-        self.head_dim = hidden_dim // num_heads
-        if rotary and self.head_dim % 2:
-            raise OptionError(
-                f"position_embedding='rotary' requires heads of even width, but hidden_dim={hidden_dim} and "
-                f"num_heads={num_heads} give a width of {self.head_dim}; change one of the two."
-            )
-        self.rotary = check_bool("rotary", rotary)
-        self.gradient_checkpointing = check_bool("gradient_checkpointing", gradient_checkpointing)
-        self.unpad = unpad
-        self._widest = max(4 * hidden_dim if ffn_dim is None else ffn_dim, 3 * hidden_dim)
+        self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_layers))
+        has_final_norm = config.norm_first if config.final_norm is None else config.final_norm
+        norm = NORMS[config.norm]
+        self.final_norm = norm(config.hidden_dim, eps=config.layer_norm_eps) if has_final_norm else nn.Identity()
+        self.head_dim = config.head_dim
+        self.rotary = config.rotary
+        # Training may set these two.
+        self.gradient_checkpointing = config.gradient_checkpointing
+        self.unpad = config.unpad
+        self._widest = max(config.inner_dim, 3 * config.hidden_dim)
 
     def forward(
         self,
@@ -460,6 +355,7 @@ class TransformerStack(nn.Module):
             with S.
         """
         check_shapes(hidden_bsh.shape[:2], attention_mask=attention_mask, attention_bias=attention_bias)
+        batch, seq = hidden_bsh.shape[:2]
         tokens_bs = None if attention_mask is None else attention_mask != 0
         if cache is not None:
             if attention_bias is not None or output_hidden_states or output_attentions:
@@ -467,36 +363,33 @@ class TransformerStack(nn.Module):
                     "cache does not work with attention_bias, output_hidden_states or output_attentions; omit these "
                     "arguments."
                 )
-            return StackOutput(self._cached(hidden_bsh, tokens_bs, cache))
-        positions_bs = None
+            if tokens_bs is None:
+                tokens_bs = torch.ones((batch, seq), dtype=torch.bool, device=hidden_bsh.device)
+            tokens_bt = cache.add_tokens(tokens_bs)
+            positions_bs = token_positions(tokens_bt)[:, -seq:] if self.rotary else None
+            return StackOutput(self._run(hidden_bsh, tokens_bt, positions_bs, causal=seq > 1, cache=cache)[-1])
+        positions_bs = packing = None
         if self.rotary:
-            everywhere = torch.ones(hidden_bsh.shape[:2], dtype=torch.bool, device=hidden_bsh.device)
+            everywhere = torch.ones((batch, seq), dtype=torch.bool, device=hidden_bsh.device)
             positions_bs = token_positions(everywhere if tokens_bs is None else tokens_bs)
-        packing = None
-        if not torch.compiler.is_compiling() and not output_attentions:
-            packing = self._packing(hidden_bsh, tokens_bs, exact=attention_bias is None)
-        if packing is not None:
-            states = self._packed(packing, hidden_bsh, positions_bs, attention_bias, causal, output_hidden_states)
-            return StackOutput(states[-1], states if output_hidden_states else None)
-        rotation = None if positions_bs is None else rotation_of(positions_bs, self.head_dim)
-        mask = attention_mask_of(tokens_bs, causal=causal, n_queries=hidden_bsh.shape[1], bias_bt=attention_bias)
+        if not output_attentions and not torch.compiler.is_compiling():
+            most = max(1, _CPU_NUMBERS // self._widest) if hidden_bsh.device.type == "cpu" else None
+            exact = attention_bias is None and _has_varlen_kernel(hidden_bsh, self.head_dim)
+            packing = pack_cells((batch, seq), tokens_bs, self.unpad, exact=exact, most=most)
         attentions: list[torch.Tensor] | None = [] if output_attentions else None
-        states = self._run(
-            hidden_bsh, output_hidden_states, attentions, mask=mask, causal=causal and mask is None, rotation=rotation
-        )
-        return StackOutput(
-            states[-1], states if output_hidden_states else None, None if attentions is None else tuple(attentions)
-        )
+        keep = output_hidden_states
+        if packing is None:
+            whole = (hidden_bsh, tokens_bs, positions_bs, attention_bias)
+            states = self._run(*whole, causal=causal, keep=keep, attentions=attentions)
+        elif packing.ends is None:
+            states = self._in_groups(packing, hidden_bsh, positions_bs, attention_bias, causal, keep)
+        else:
+            positions_p = None if positions_bs is None else packing.pack(positions_bs)
+            row = self._run(packing.pack(hidden_bsh), None, positions_p, causal=causal, keep=keep, cells=packing.ends)
+            states = tuple(packing.unpack(state) for state in row)
+        return StackOutput(states[-1], states if keep else None, None if attentions is None else tuple(attentions))
 
-    def _packing(self, hidden_bsh: torch.Tensor, tokens_bs: torch.Tensor | None, *, exact: bool) -> Packing | None:
-        """Plan the packing of the cells in a batch."""
-        on_cpu = hidden_bsh.device.type == "cpu"
-        most = max(1, _CPU_NUMBERS // self._widest) if on_cpu else None
-        batch, seq = hidden_bsh.shape[:2]
-        exact = exact and _has_varlen_kernel(hidden_bsh, self.head_dim)
-        return pack_cells((batch, seq), tokens_bs, self.unpad, exact=exact, most=most)
-
-    def _packed(
+    def _in_groups(
         self,
         packing: Packing,
         hidden_bsh: torch.Tensor,
@@ -505,53 +398,48 @@ class TransformerStack(nn.Module):
         causal: bool,
         keep: bool,
     ) -> tuple[torch.Tensor, ...]:
-        """Run one group after the other; return the requested states after each layer, (B, S, H)."""
-        if packing.ends is not None:
-            rotation = None if positions_bs is None else rotation_of(packing.pack(positions_bs), self.head_dim)
-            states = self._run(packing.pack(hidden_bsh), keep, causal=causal, rotation=rotation, cells=packing.ends)
-            return tuple(packing.unpack(state) for state in states)
+        """Run all layers on one group of cells after the other."""
         nothing = [None] * len(packing.groups)
         positions = nothing if positions_bs is None else packing.split(positions_bs)
         biases = nothing if bias_bs is None else packing.split(bias_bs)
-        results = []
+        parts = []
         for group, part, places, bias in zip(packing.groups, packing.split(hidden_bsh), positions, biases, strict=True):
             # Where tokens were concatenated, padding follows them, and a causal mask hides it.
             tokens = None if causal and packing.index is not None else group.tokens
-            mask = attention_mask_of(tokens, causal=causal, n_queries=group.longest, bias_bt=bias)
-            rotation = None if places is None else rotation_of(places, self.head_dim)
-            results.append(self._run(part, keep, mask=mask, causal=causal and mask is None, rotation=rotation))
-        layers = zip(*results, strict=True)
-        return tuple(packing.unpack(torch.cat([part.flatten(0, 1) for part in parts])) for parts in layers)
+            parts.append(self._run(part, tokens, places, bias, causal=causal, keep=keep))
+        layers = zip(*parts, strict=True)
+        return tuple(packing.unpack(torch.cat([part.flatten(0, 1) for part in layer])) for layer in layers)
 
     def _run(
-        self, hidden: torch.Tensor, keep: bool, attentions: list[torch.Tensor] | None = None, **where: Any
+        self,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
+        *,
+        causal: bool,
+        keep: bool = False,
+        attentions: list[torch.Tensor] | None = None,
+        cache: KeyValueCache | None = None,
+        cells: tuple[torch.Tensor, int] | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Run all layers; return the states after each layer, or only the last states without `keep`."""
+        rotation = None if positions is None else rotation_of(positions, self.head_dim)
+        mask = attention_mask_of(tokens, causal=causal, n_queries=hidden.shape[1], bias_bt=bias)
+        where: dict[str, Any] = {"mask": mask, "causal": causal and mask is None, "rotation": rotation}
         states = []
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             if attentions is not None:
                 attentions.append(layer.attention_weights(hidden, **where))
-            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                hidden = checkpoint(layer, hidden, use_reentrant=False, **where)
+            if cache is not None:
+                hidden = layer(hidden, cache=(cache, number), **where)
+            elif self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                hidden = checkpoint(layer, hidden, use_reentrant=False, cells=cells, **where)
             else:
-                hidden = layer(hidden, **where)
+                hidden = layer(hidden, cells=cells, **where)
             if keep:
                 states.append(hidden)
         return (*states[:-1], self.final_norm(hidden))
-
-    def _cached(self, hidden_bsh: torch.Tensor, tokens_bs: torch.Tensor | None, cache: KeyValueCache) -> torch.Tensor:
-        """Run all layers on new tokens, and add them to the cache."""
-        if tokens_bs is None:
-            tokens_bs = torch.ones(hidden_bsh.shape[:2], dtype=torch.bool, device=hidden_bsh.device)
-        n_new = tokens_bs.shape[1]
-        tokens_bt = cache.add_tokens(tokens_bs)
-        rotation = None
-        if self.rotary:
-            rotation = rotation_of(token_positions(tokens_bt)[:, -n_new:], self.head_dim)
-        mask = attention_mask_of(tokens_bt, causal=n_new > 1, n_queries=n_new)
-        for number, layer in enumerate(self.layers):
-            hidden_bsh = layer(hidden_bsh, mask, rotation=rotation, cache=(cache, number))
-        return self.final_norm(hidden_bsh)
 
 
 def _has_varlen_kernel(hidden_bsh: torch.Tensor, head_dim: int) -> bool:

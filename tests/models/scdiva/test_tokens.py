@@ -6,6 +6,7 @@ from scipy.sparse import csr_matrix
 from scforge.data import GeneVocab
 from scforge.errors import OptionError
 from scforge.models.scdiva import what_is_seen
+from scforge.models.scdiva.tokens import serialize
 from scforge.tokenizers import get_tokenizer
 from scforge.tokenizers.entropy_ranked import serialization_weights
 
@@ -29,13 +30,13 @@ def test_weights_of_genes_put_profiles_in_order(made, profiles):
     model = made(max_tokens=3)
     weights = torch.zeros(GENES)
     weights[10:20] = 1.0
-    plain = model.serialize(profiles).ids
+    plain = serialize(model, profiles).ids
     model.init_gene_weights(weights)
-    ids = model.serialize(profiles).ids
+    ids = serialize(model, profiles).ids
     n_known = (profiles[:, 10:20] > 0).sum(dim=1).clamp(max=3)
     assert [int(((row >= 14) & (row < 24)).sum()) for row in ids] == n_known.tolist()
     assert not torch.equal(plain, ids)
-    ties = model.serialize(torch.ones(1, GENES)).ids
+    ties = serialize(model, torch.ones(1, GENES)).ids
     assert ties.tolist() == [[14, 15, 16]]
     with pytest.raises(OptionError, match="weights has shape"):
         model.init_gene_weights(weights[1:])
@@ -86,7 +87,7 @@ def test_the_loss_is_what_is_documented(hide, tokens_of, made, profiles, monkeyp
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     expected = gradients(output.loss)
-    monkeypatch.setattr("scforge.models.scdiva._LOGITS_AT_ONCE", {"cpu": 3 * VOCAB})  # in parts
+    monkeypatch.setattr("scforge.models.scdiva.parts._LOGITS_AT_ONCE", {"cpu": 3 * VOCAB})  # in parts
     without = model(**hidden, return_logits=False)
     for part in output.losses:
         torch.testing.assert_close(without.losses[part], output.losses[part])
@@ -149,7 +150,7 @@ def test_profiles_become_the_tokens_of_the_tokenizer(made, weighting):
     torch.testing.assert_close(x, torch.from_numpy(np.log1p(counts / counts.sum(axis=1, keepdims=True) * 1e4)))
     model = made(max_tokens=15)
     model.init_gene_weights(torch.from_numpy(serialization_weights(vocab, weighting)))
-    part = model.serialize(x)
+    part = serialize(model, x)
     width = part.ids.shape[1]
     assert torch.equal(part.ids, batch["input_ids"][:, :width])
     assert torch.equal(part.values, batch["values"][:, :width])

@@ -6,7 +6,7 @@ import torch
 from scforge.errors import OptionError
 from scforge.models import ModelOutput, ScDiVaModel
 from scforge.models.components.latent import classification_loss, kl_divergence, reconstruction_loss
-from scforge.models.scdiva_parts import mean_over_cells
+from scforge.models.scdiva.parts import mean_over_cells
 
 SIZES = {"hidden_dim": 16, "num_layers": 2, "num_heads": 4, "latent_dim": 6}
 VOCAB = 60
