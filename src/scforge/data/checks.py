@@ -44,6 +44,9 @@ _NORMALIZED = "pass the layer that contains raw counts, or undo the normalizatio
 _UNMEASURED = "remove genes that were not measured in all cells, e.g. with anndata.concat(..., join='inner')"
 """Advice for missing values, usually from an outer join of data sets with different genes."""
 
+_NUMERIC = "biuf"
+"""Kinds of the dtypes of numbers."""
+
 _SAMPLED, _EQUAL, _DEEP = 1000, 0.1, 20
 """Number of cells to inspect; coefficient of variation below which library sizes are nearly equal (typical data have
 about 0.5); and mean number of counts per cell from which on some gene should have a count above 1."""
@@ -256,7 +259,11 @@ def inherited_batch_key(obs: pd.DataFrame, key: str | None) -> str | None:
 
 def warn_if_transposed(adata: AnnData) -> None:
     """Warn if genes are named like cells and cells are not, as in matrices with a row for each gene."""
-    if _share_of_barcodes(adata.var_names) > 0.5 > _share_of_barcodes(adata.obs_names):
+    genes, cells = (
+        sum(_BARCODE.fullmatch(str(name)) is not None for name in names[:100]) / max(len(names[:100]), 1)
+        for names in (adata.var_names, adata.obs_names)
+    )
+    if genes > 0.5 > cells:
         warn(
             f"adata.var_names look like cell names (first: {str(adata.var_names[0])!r}); if cells and genes are "
             "swapped, pass adata.T."
@@ -281,11 +288,6 @@ def warn_if_transformed(counts: sparse.csr_matrix, layer: str | None) -> None:
         )
 
 
-def _share_of_barcodes(names: pd.Index) -> float:
-    first = names[:100]
-    return sum(_BARCODE.fullmatch(str(name)) is not None for name in first) / max(len(first), 1)
-
-
 def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
     """Return the raw counts of `adata` as CSR with sorted indices, after checking that they are counts.
 
@@ -308,9 +310,15 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
         If the layer does not exist, is corrupted, contains negative, missing or fractional values, or has cells without
         counts. The message names a layer that contains counts, if there is one.
     """
-    matrix = _matrix(adata, layer)
     where = "adata.X" if layer is None else f"adata.layers[{layer!r}]"
-    if not _is_numeric(matrix):
+    if layer is not None:
+        check_known("layer", layer, adata.layers, "adata.layers", fix="use layer=None to read adata.X")
+        matrix = adata.layers[layer]
+    elif adata.X is None:
+        raise DataError(f"adata.X is None; {_where_counts_are(adata, layer)}.")
+    else:
+        matrix = _in_memory(adata.X)
+    if matrix.dtype.kind not in _NUMERIC:
         raise DataError(f"{where} has dtype {matrix.dtype}, but raw counts are needed; convert it to a numeric dtype.")
     mark = content_mark(matrix)
     if mark is not None and _CHECKED.get(id(matrix)) == mark:
@@ -334,7 +342,7 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
 
 def content_mark(matrix: Any) -> tuple[Any, ...] | None:
     """Return checksums of the arrays of a matrix in memory, which change with its values; None for other types."""
-    if getattr(matrix, "dtype", None) is None or not _is_numeric(matrix):
+    if getattr(matrix, "dtype", None) is None or matrix.dtype.kind not in _NUMERIC:
         return None
     if type(matrix) is np.ndarray:
         parts = [matrix.ravel(order="K")]
@@ -346,24 +354,11 @@ def content_mark(matrix: Any) -> tuple[Any, ...] | None:
     return (type(matrix).__name__, matrix.shape, getattr(matrix, "strides", None), *sums)
 
 
-def _matrix(adata: AnnData, layer: str | None) -> Any:
-    if layer is None:
-        if adata.X is None:
-            raise DataError(f"adata.X is None; {_where_counts_are(adata, layer)}.")
-        return _in_memory(adata.X)
-    check_known("layer", layer, adata.layers, "adata.layers", fix="use layer=None to read adata.X")
-    return adata.layers[layer]
-
-
 def _in_memory(matrix: Any) -> Any:
     """Return a matrix in memory, reading it from its file if the AnnData is backed."""
     if isinstance(matrix, h5py.Dataset):
         return matrix[()]
     return matrix.to_memory() if hasattr(matrix, "to_memory") else matrix
-
-
-def _is_numeric(matrix: Any) -> bool:
-    return matrix.dtype.kind in "biuf"
 
 
 def _as_csr(matrix: Any, where: str) -> sparse.csr_matrix:
@@ -396,17 +391,17 @@ def _where_counts_are(adata: AnnData, layer: str | None, way_out: str = _NORMALI
     if layer is not None and adata.X is not None:
         others.append(None)
     for key in others:
-        matrix = _in_memory(adata.X) if key is None else adata.layers[key]
-        if _holds_counts(matrix):
+        if _holds_counts(adata.X if key is None else adata.layers[key]):
             place = "adata.X" if key is None else f"adata.layers[{key!r}]"
             return f"pass layer={key!r}, because {place} contains raw counts"
-    if adata.raw is not None and _holds_counts(_in_memory(adata.raw.X)):
+    if adata.raw is not None and _holds_counts(adata.raw.X):
         return "pass adata.raw.to_adata(), because adata.raw contains raw counts"
     return way_out
 
 
 def _holds_counts(matrix: Any) -> bool:
-    if not _is_numeric(matrix) or compressed_problem(matrix):
+    matrix = _in_memory(matrix)
+    if matrix.dtype.kind not in _NUMERIC or compressed_problem(matrix):
         return False
     return value_problem(_as_csr(matrix, "").data) is None
 
@@ -416,22 +411,17 @@ def names_place(gene_key: str | None) -> str:
     return "adata.var_names" if gene_key is None else f"adata.var[{gene_key!r}]"
 
 
-def gene_names(adata: AnnData, gene_key: str | None = None) -> np.ndarray:
-    """Return the gene names of `adata`, str, shape (n_vars,). Raises a DataError if a name is missing.
+def gene_names(source: Any, gene_key: str | None = None) -> np.ndarray:
+    """Return the gene names in the ``var`` of an AnnData or another source, without spaces around them, str, (n_vars,).
 
-    Duplicate names are allowed: their counts are summed during gene mapping.
+    Raises a DataError if a name is missing. Duplicate names are allowed: their counts are summed during gene mapping.
     """
-    return names_of(adata.var, gene_key)
-
-
-def names_of(var: pd.DataFrame, gene_key: str | None = None) -> np.ndarray:
-    """Return the gene names in a gene table, as :func:`gene_names` does, without spaces around them."""
-    where = names_place(gene_key)
+    var, where = source.var, names_place(gene_key)
     if gene_key is not None:
         check_known("gene_key", gene_key, var.columns, "adata.var")
     names = var.index if gene_key is None else var[gene_key]
     missing = np.asarray(names.isna())
     if missing.any():
         raise DataError(f"{where} has {int(missing.sum())} missing gene names; fill in the names or drop these genes.")
-    found = np.asarray(names, dtype=object).astype(str)
-    return np.char.strip(found) if len(found) else found
+    texts = np.asarray(names, dtype=object).astype(str)
+    return np.char.strip(texts) if len(texts) else texts

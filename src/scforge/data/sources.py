@@ -24,8 +24,8 @@ from scforge.data.checks import (
     REPAIR,
     check_adata,
     compressed_problem,
+    gene_names,
     listed_columns,
-    names_of,
     names_place,
     row_sums,
     value_problem,
@@ -557,7 +557,7 @@ def inspect_h5ad(
     check_format(Path(path))
     with reading(repr(os.fspath(path)), fix="write the file again"), Location(os.fspath(path)).open() as opened:
         obs, var, matrix = opened.obs, opened.var, opened.matrix(layer)
-        names = names_of(var, gene_key)
+        names = gene_names(opened, gene_key)
         sums, empty, counts = _counts(opened, matrix, layer)
     candidates = [open_vocab(name) for name in list_vocabs()] if given is None else [given]
     maps = {one: GeneMap.of(names, one) for one in candidates}

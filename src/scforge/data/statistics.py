@@ -95,7 +95,11 @@ def select_genes(
     check_obs_column(adata, batch_key, argument="batch_key")
     # Library sizes are those of all genes, also of those that are left out.
     totals = row_sums(counts)
-    genes, columns = _distinct(names, within)
+    # Genes are names without version or, with `within`, indices into it, in the order of their first column.
+    keys = np.array([strip_version(name) for name in names]) if within is None else GeneMap.of(names, within).columns
+    known = np.ones(len(names), dtype=bool) if within is None else keys >= 0
+    columns = np.full(len(names), -1, dtype=np.int64)
+    columns[known], genes = pd.factorize(keys[known])
     if len(genes) < len(names):
         warn_summed(names, columns, names_place(gene_key))
         counts = sum_columns(counts, columns, len(genes))
@@ -126,18 +130,6 @@ def variable_genes(
 def _part_of(vocab: GeneVocab, genes: np.ndarray) -> GeneVocab:
     release = vocab.release if vocab.chosen_from_data else f"{vocab.release}, {FROM_DATA}"
     return replace(vocab.subset(genes), release=release)
-
-
-def _distinct(names: np.ndarray, within: GeneVocab | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the genes in the order of their first column, and the gene position of each column (-1 if unknown).
-
-    Genes are names without version or, if `within` is given, indices into this vocabulary.
-    """
-    keys = np.array([strip_version(name) for name in names]) if within is None else GeneMap.of(names, within).columns
-    known = np.ones(len(names), dtype=bool) if within is None else keys >= 0
-    columns = np.full(len(names), -1, dtype=np.int64)
-    columns[known], genes = pd.factorize(keys[known])
-    return genes, columns
 
 
 def _chosen(

@@ -656,7 +656,7 @@ class StoreCells:
             warn_empty(store.lengths)
         else:
             gene_map = map_names(store.genes, vocab, min_overlap=min_overlap)
-            measured = gene_map.measured_of(store.measured)
+            measured = np.isin(np.arange(vocab.n_genes), gene_map.columns[store.measured])
             cells = replace(self, vocab=vocab, measured=measured, _gene_map=gene_map)
             some = cells.block(choose_chunks(len(cells), _SAMPLED, cells.chunk_size))
             cells = replace(cells, counts_kept=float(some.counts.sum(dtype=np.float64) / max(some.totals.sum(), 1.0)))
