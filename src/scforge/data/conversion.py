@@ -347,7 +347,13 @@ class _Scattered:
                 for _, chunk in stream.chunks():
                     here = slice(first, first + chunk.shape[0])
                     counts = gene_map.apply(chunk)
-                    self._check_largest(counts, stream)
+                    if (most := counts.data.max(initial=0)) > _MAX_COUNT:
+                        raise DataError(
+                            f"{stream.name!r} contains the count {most:.0f}, but the largest count of a store is "
+                            f"{_MAX_COUNT:,}; check that these are raw counts."
+                        )
+                    if most > np.iinfo(np.uint16).max:
+                        self.counts_dtype = np.dtype(np.uint32)
                     self.lengths[here], self.totals[here] = np.diff(counts.indptr), row_sums(chunk)
                     self._append(counts, dataset_of[here])
                     kept += float(counts.data.sum(dtype=np.float64))
@@ -359,16 +365,6 @@ class _Scattered:
                 self.sums.append(float(self.totals[before:first].sum()))
         if not sum(self.kept):
             raise DataError("no cell expresses a gene of the vocabulary; choose another vocabulary.")
-
-    def _check_largest(self, counts: sparse.csr_matrix, stream: ChunkReader) -> None:
-        most = counts.data.max(initial=0)
-        if most > _MAX_COUNT:
-            raise DataError(
-                f"{stream.name!r} contains the count {most:.0f}, but the largest count of a store is {_MAX_COUNT:,}; "
-                "check that these are raw counts."
-            )
-        if most > np.iinfo(np.uint16).max:
-            self.counts_dtype = np.dtype(np.uint32)
 
     def _append(self, counts: sparse.csr_matrix, dataset_of: np.ndarray) -> None:
         order = np.argsort(dataset_of, kind="stable")

@@ -71,7 +71,6 @@ from scforge.errors import (
 )
 
 if TYPE_CHECKING:
-    import pandas as pd
     from anndata import AnnData
 
     from scforge.data.readers import ChunkReader
@@ -295,18 +294,18 @@ def open_cells(
     if cache is not None:
         store = convert_once(source, streams, cache, obs=columns, storage_options=storage_options, **options)
         return _open_store(store, wanted, None, on_disk)
-    found, maps = map_streams(streams, wanted, gene_key=gene_key, min_overlap=min_overlap)
+    genes, maps = map_streams(streams, wanted, gene_key=gene_key, min_overlap=min_overlap)
     in_memory = len(streams) == 1 and isinstance(streams[0], AdataStream)
     if not in_memory and (lack := lack_of_memory(streams, memory)):
         raise DataError(
             f"{lack}; read the cells from disk: run scforge convert SOURCE -o store.zarr once and open store.zarr, or "
             'pass cache="store.zarr", which does both.'
         )
-    cells = _in_memory(streams, maps, found, columns)
+    cells = _in_memory(streams, maps, genes, columns)
     if not in_memory:
-        logger.info("Read into memory: %s cells of %s.", f"{len(cells):,}", listing(one.name for one in streams))
+        logger.info("Read into memory: %s cells of %s.", f"{len(cells):,}", listing(stream.name for stream in streams))
     warn_empty(cells.n_expressed)
-    warn_counts_outside(cells.counts_kept, found)
+    warn_counts_outside(cells.counts_kept, genes)
     return cells
 
 
@@ -573,7 +572,14 @@ def inspect_h5ad(
         n_missing = int(obs[key].isna().sum())
         missing = f", {n_missing:,} cells without a value" if n_missing else ""
         obs_columns[str(key)] = f"{obs[key].nunique():,} values{missing}"
-    mismatch = None if given is None else _mismatch(names, given, var, gene_key)
+    mismatch = None
+    if given is not None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ScforgeWarning)  # the report says as much
+                map_names(names, given, var=var, gene_key=gene_key)
+        except GeneMismatchError as error:
+            mismatch = str(error)
     return Inspection(
         os.fspath(path),
         *matrix.shape,
@@ -586,16 +592,6 @@ def inspect_h5ad(
         chosen=given is None,
         mismatch=mismatch,
     )
-
-
-def _mismatch(names: np.ndarray, vocab: GeneVocab, var: pd.DataFrame, gene_key: str | None) -> str | None:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ScforgeWarning)  # the report says as much
-            map_names(names, vocab, var=var, gene_key=gene_key)
-    except GeneMismatchError as error:
-        return str(error)
-    return None
 
 
 def _counts(opened: StoredAdata, matrix: Matrix, layer: str | None) -> tuple[np.ndarray | None, int | None, str]:

@@ -161,7 +161,13 @@ class StoreInfo:
     def _of(cls, attributes: Mapping[str, Any], place: str) -> StoreInfo:
         content = attributes.get(STORE_KEY)
         if not isinstance(content, dict):
-            raise DataError(f"{place} {_other_kind(attributes)}.")
+            problem = "is a folder but not a store; pass a folder that was written by scforge convert"
+            kind = attributes.get("encoding-type")
+            if kind == "anndata":
+                problem = "is an AnnData, not a store; create a store with scforge convert SOURCE -o STORE"
+            elif kind == _ENCODING["encoding-type"]:
+                problem = "is an annbatch collection from another program; convert its data with scforge convert"
+            raise DataError(f"{place} {problem}.")
         if content.get("format") != _FORMAT:
             raise DataError(f"{place} has format {content.get('format')!r} of a later scforge version; update scforge.")
         try:
@@ -220,16 +226,6 @@ def _attributes(path: str | os.PathLike[str], storage_options: Mapping[str, Any]
     if not is_url(name):
         check_exists(name)
     raise MissingFileError(f"the store {name!r} does not exist.")
-
-
-def _other_kind(attributes: Mapping[str, Any]) -> str:
-    """Describe a folder that is not a store, for messages."""
-    kind = attributes.get("encoding-type")
-    if kind == "anndata":
-        return "is an AnnData, not a store; create a store with scforge convert SOURCE -o STORE"
-    if kind == _ENCODING["encoding-type"]:
-        return "is an annbatch collection from another program; convert its data with scforge convert"
-    return "is a folder but not a store; pass a folder that was written by scforge convert"
 
 
 def read_vocab(group: Any) -> GeneVocab:
@@ -351,10 +347,21 @@ class _Store:
         self.n_sources = 1 if info is None else len(info.sources)
         self.content_hash: str | None = None
         if info is not None:
-            self._check_datasets(info)
-            self._set_genes(group, info)
+            expected = {DATASET.format(i): (part["n_cells"], info.n_genes) for i, part in enumerate(info.datasets)}
+            pairs = zip(self._datasets, self._matrices, strict=True)
+            stored = {dataset.basename: tuple(matrix.shape) for dataset, matrix in pairs}
+            for name in expected | stored:
+                if stored.get(name) != expected.get(name):
+                    shape, wanted = stored.get(name, "(missing)"), expected.get(name, "no such dataset")
+                    raise self._damaged(f"the counts of {name} have shape {shape}, expected {wanted}")
+            self.vocab, measured = read_vocab(group), read_measured(group)
+            shares = [source["overlap"] for source in info.sources]
+            if self.vocab.hash != info.vocab_hash or not np.allclose(measured.mean(axis=1), shares):
+                raise self._damaged("its vocabulary or the genes of its sources do not match its metadata")
+            self.genes = np.array(self.vocab.genes, dtype=object).astype(str)
+            self.measured = measured.any(axis=0)
             self._has_all_counts, self.content_hash = info.counts_kept == 1.0, info.content_hash
-            self.totals = np.concatenate([_fitting(self._read(one, "obs", TOTAL)) for one in self._datasets])
+            self.totals = np.concatenate([self._totals_of(dataset) for dataset in self._datasets])
             if not self.totals.all():  # in a store of an earlier version, missing chunks come as zeros
                 raise self._damaged(f"the column {TOTAL} of its cells contains zeros")
             for name, values in {TOTAL: self.totals, _CHECKSUMS: self.checksums}.items():
@@ -399,22 +406,11 @@ class _Store:
         lengths = np.diff(indptr)
         return matrix, lengths.astype(np.min_scalar_type(int(lengths.max(initial=0))))
 
-    def _check_datasets(self, info: StoreInfo) -> None:
-        """Raise a DataError if the datasets do not match the description of the store."""
-        expected = {DATASET.format(i): (one["n_cells"], info.n_genes) for i, one in enumerate(info.datasets)}
-        found = {one.basename: tuple(matrix.shape) for one, matrix in zip(self._datasets, self._matrices, strict=True)}
-        for name in expected | found:
-            if found.get(name) != expected.get(name):
-                shape, wanted = found.get(name, "(missing)"), expected.get(name, "no such dataset")
-                raise self._damaged(f"the counts of {name} have shape {shape}, expected {wanted}")
-
-    def _set_genes(self, group: Any, info: StoreInfo) -> None:
-        self.vocab, measured = read_vocab(group), read_measured(group)
-        shares = [source["overlap"] for source in info.sources]
-        if self.vocab.hash != info.vocab_hash or not np.allclose(measured.mean(axis=1), shares):
-            raise self._damaged("its vocabulary or the genes of its sources do not match its metadata")
-        self.genes = np.array(self.vocab.genes, dtype=object).astype(str)
-        self.measured = measured.any(axis=0)
+    def _totals_of(self, dataset: Any) -> np.ndarray:
+        """Return the total of each cell, as 32-bit integers if they fit."""
+        totals = self._read(dataset, "obs", TOTAL)
+        fit = ((totals == np.floor(totals)) & (totals < 2**32)).all()
+        return totals.astype(np.uint32) if fit else totals
 
     def _set_foreign_genes(self) -> None:
         """Set the genes from the columns of a collection that was not written by scforge."""
@@ -524,12 +520,6 @@ class _Store:
 
     def _changed(self, row: int) -> DataError:
         return self._damaged(f"cell {row}: its counts have changed since they were written")
-
-
-def _fitting(values: np.ndarray) -> np.ndarray:
-    """Convert values to 32-bit integers if they fit."""
-    fit = ((values == np.floor(values)) & (values < 2**32)).all()
-    return values.astype(np.uint32) if fit else values
 
 
 @dataclass(frozen=True, eq=False)

@@ -251,9 +251,11 @@ class GeneVocab:
         DataError
             If a name is missing or duplicated, or `genes` is empty.
         """
+        import pandas as pd
+
         names = listed_names("genes", genes)
-        if missing := n_missing(names):
-            raise DataError(f"genes has {missing} missing names; fill in the names or remove these genes.")
+        if n_missing := sum(name is None or name is pd.NA or name != name for name in names):
+            raise DataError(f"genes has {n_missing} missing names; fill in the names or remove these genes.")
         return cls(tuple(str(name) for name in names), release=release)
 
     @classmethod
@@ -843,10 +845,3 @@ def listed_names(argument: str, names: Iterable[str]) -> list[str]:
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise OptionError(f"{argument}={names!r} is not a list of names; pass a list, e.g. ['CD3D', 'LYZ'].")
     return list(names)
-
-
-def n_missing(names: Iterable[object]) -> int:
-    """Return the number of names that are None, NaN or another missing value."""
-    import pandas as pd
-
-    return sum(name is None or name is pd.NA or name != name for name in names)

@@ -351,10 +351,15 @@ def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
         raise OptionError(f"the card {card.name!r} has no split rule; set split=SplitRule(...).")
     for key in filter(None, (rule.column, rule.context_key)):
         check_known("column", key, adata.obs, "obs", fix=f"the split of {card.name!r} requires this column")
-    salt = f"{card.name}-v{version}"
-    stratified = rule.kind == "stratified"
-    parts = _stratified(rule, adata, salt) if stratified else _whole_units(rule, card, adata, salt)
-    names = np.asarray(adata.obs_names, dtype=object)
+    salt, names = f"{card.name}-v{version}", np.asarray(adata.obs_names, dtype=object)
+    if rule.kind == "stratified":  # fractions of the cells for each value, and of the cells without a value
+        parts = np.full(len(names), "train", dtype=object)
+        codes = adata.obs[rule.column].astype("category").cat.codes.to_numpy()
+        for code in np.unique(codes):  # -1: cells without a value
+            rows = np.flatnonzero(codes == code)
+            parts[rows] = _cut(names[rows], {part: float(getattr(rule, part)) for part in HELD_OUT}, salt)
+    else:
+        parts = _whole_units(rule, card, adata, salt)
     split = Split(card.name, version, **{part: names[parts == part] for part in (*PARTS, LEFT_OUT)})
     check_rule(split, card, adata)
     return split
@@ -385,17 +390,15 @@ def _units(rule: SplitRule, card: DatasetCard, obs: pd.DataFrame) -> pd.Series:
         return values
     if rule.separator is not None:
         # A_B and B_A are the same genes.
-        names = {value: _sorted(value, rule.separator, card.control) for value in values.dropna().unique()}
-        values = values.map(names, na_action="ignore")
+        names = {
+            value: rule.separator.join(sorted(part for part in value.split(rule.separator) if part != card.control))
+            for value in values.dropna().unique()
+        }
+        values = values.map({value: name or str(card.control) for value, name in names.items()}, na_action="ignore")
     units = values.where(values != str(card.control))
     if rule.context_key is not None:
         units = units + _BETWEEN + obs[rule.context_key].astype(object).map(str, na_action="ignore")
     return pd.Series(units, index=obs.index)
-
-
-def _sorted(value: str, separator: str, control: str | None) -> str:
-    parts = [part for part in value.split(separator) if part != control]
-    return separator.join(sorted(parts)) or str(control)
 
 
 def _rank(salt: str, name: str) -> str:
@@ -430,17 +433,6 @@ def _cut(ids: np.ndarray, shares: dict[str, float], salt: str) -> np.ndarray:
         number = max(round(share * len(ids)), int(len(ids) > len(shares)))
         parts[order[start : start + number]] = part
         start += number
-    return parts
-
-
-def _stratified(rule: SplitRule, adata: AnnData, salt: str) -> np.ndarray:
-    """Return the part of each cell: fractions of the cells for each value, and of the cells without a value."""
-    ids = np.asarray(adata.obs_names, dtype=object)
-    codes = adata.obs[rule.column].astype("category").cat.codes.to_numpy()
-    parts = np.full(len(ids), "train", dtype=object)
-    for code in np.unique(codes):  # -1: cells without a value
-        rows = np.flatnonzero(codes == code)
-        parts[rows] = _cut(ids[rows], {part: float(getattr(rule, part)) for part in HELD_OUT}, salt)
     return parts
 
 
