@@ -11,13 +11,7 @@ import numpy as np
 import zarr
 from scipy import sparse
 
-from scforge.data.checks import (
-    REPAIR,
-    boundary_problem,
-    index_problem,
-    row_sums,
-    value_problem,
-)
+from scforge.data.checks import REPAIR, boundary_problem, index_problem, row_sums, value_problem
 from scforge.data.remote import reading
 from scforge.errors import DataError
 

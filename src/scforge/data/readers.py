@@ -19,23 +19,12 @@ from scipy import sparse
 from scforge._checks import check_known
 from scforge._io import new_h5
 from scforge._opening import check_h5
-from scforge.data.checks import (
-    check_adata,
-    check_is_adata,
-    counts_of,
-)
+from scforge.data.checks import check_adata, check_is_adata, counts_of
 from scforge.data.matrix import ENTRIES, Matrix, check_chunk, is_array, rows_within
 from scforge.data.memory import available_memory, parse_bytes
 from scforge.data.paths import STORE_KEY, check_file, is_url
 from scforge.data.remote import ZARR_METADATA, file_system, is_zarr, open_group, persistent, reading, without_query
-from scforge.errors import (
-    DataError,
-    MissingFileError,
-    OptionError,
-    listing,
-    redacted,
-    suggest,
-)
+from scforge.errors import DataError, MissingFileError, OptionError, listing, redacted, suggest
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -61,14 +61,7 @@ from scforge.data.readers import (
 )
 from scforge.data.remote import is_collection, open_group, reading
 from scforge.data.vocab import OTHER_NAMES, GeneVocab, list_vocabs, open_vocab, recognize_ids
-from scforge.errors import (
-    DataError,
-    GeneMismatchError,
-    OptionError,
-    ScforgeWarning,
-    listing,
-    redacted,
-)
+from scforge.errors import DataError, GeneMismatchError, OptionError, ScforgeWarning, listing, redacted
 
 if TYPE_CHECKING:
     from anndata import AnnData

@@ -40,13 +40,7 @@ from scforge.data.paths import STORE_KEY, check_exists, holds_store, is_unfinish
 from scforge.data.remote import CHECKSUM, file_system, metadata_checksum, open_group, reading, root_attributes
 from scforge.data.sampling import Window
 from scforge.data.vocab import GeneVocab, open_vocab
-from scforge.errors import (
-    DataError,
-    MissingFileError,
-    ModelFileError,
-    redacted,
-    suggest,
-)
+from scforge.errors import DataError, MissingFileError, ModelFileError, redacted, suggest
 
 CODECS = {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}
 """Zarr setting: zarrs compresses and decompresses chunks in separate threads, three times as fast as zarr's Python
