@@ -117,11 +117,6 @@ def log1p_cp10k_rows(counts: sparse.csr_matrix, totals: np.ndarray) -> sparse.cs
     return values
 
 
-def unsound_row(counts: sparse.csr_matrix) -> int:
-    """Return the first row with unsorted genes, an explicit zero or a gene that is out of range, or -1."""
-    return int(_unsound_row(counts.indptr, counts.indices, counts.data, counts.shape[1]))
-
-
 def row_checksums(indptr: np.ndarray, genes: np.ndarray, counts: np.ndarray, totals: np.ndarray) -> np.ndarray:
     """Return a checksum of the genes, counts and total of each row, uint32, shape (number of rows,).
 
@@ -148,7 +143,8 @@ def pick_genes(counts: sparse.csr_matrix, columns: np.ndarray) -> tuple[np.ndarr
 
 
 @numba.njit(cache=True, nogil=True)
-def _unsound_row(indptr, indices, data, n_genes):
+def unsound_row(indptr, indices, data, n_genes):
+    """Return the first row with unsorted genes, an explicit zero or a gene that is out of range, or -1."""
     for row in range(len(indptr) - 1):
         last = np.int64(-1)
         for entry in range(indptr[row], indptr[row + 1]):

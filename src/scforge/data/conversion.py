@@ -53,6 +53,9 @@ logger = logging.getLogger("scforge")
 _MAX_COUNT = 2**32 - 1
 """Largest count that a store can hold."""
 
+_COUNT_BYTES = 4
+"""Size of a count in the temporary files."""
+
 _SHARD = 2**16
 """Number of cells per dataset file: a multiple of the chunk size, and about 300 MB before compression."""
 
@@ -267,7 +270,7 @@ def _full_disk(target: Path) -> Iterator[None]:
 
 def _check_space(folder: Path, streams: Sequence[ChunkReader], n_genes: int) -> None:
     free = shutil.disk_usage(folder).free
-    needed = sum(stream.n_entries for stream in streams) * _entry_bytes(n_genes)
+    needed = sum(stream.n_entries for stream in streams) * (_gene_dtype(n_genes).itemsize + _COUNT_BYTES)
     if free < needed:
         raise DataError(
             f"{str(folder.parent)!r} has {free / 1e9:,.2f} GB free, but up to {needed / 1e9:,.2f} GB are needed; "
@@ -278,11 +281,6 @@ def _check_space(folder: Path, streams: Sequence[ChunkReader], n_genes: int) -> 
 def _gene_dtype(n_genes: int) -> np.dtype:
     """Return the smallest unsigned integer type for gene indices, as anndata chooses it."""
     return np.dtype(np.uint8 if n_genes <= 0xFF else np.uint16 if n_genes <= 0xFFFF else np.uint32)
-
-
-def _entry_bytes(n_genes: int) -> int:
-    """Return the size in bytes of a count and its gene in the temporary files."""
-    return _gene_dtype(n_genes).itemsize + 4
 
 
 def dataset_size(memory: int, streams: Sequence[ChunkReader], vocab: GeneVocab, table: pd.DataFrame) -> int:
@@ -296,7 +294,7 @@ def dataset_size(memory: int, streams: Sequence[ChunkReader], vocab: GeneVocab, 
         raise OptionError(f"memory={memory / 1e9:.2f}GB is not enough; pass at least {least:.1f}GB.")
     n_entries = sum(stream.n_entries for stream in streams)
     # In the temporary files, while gathered, and twice while compressed.
-    n_bytes = 5 * _entry_bytes(vocab.n_genes) * n_entries
+    n_bytes = 5 * (_gene_dtype(vocab.n_genes).itemsize + _COUNT_BYTES) * n_entries
     n_datasets = max(1, -(-n_bytes // (memory - fixed)))
     return -(-len(table) // (n_datasets * CHUNK_SIZE)) * CHUNK_SIZE  # whole chunks
 

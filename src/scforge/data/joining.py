@@ -145,17 +145,3 @@ def _joined(parts: Sequence[Any]) -> Any:
     codes = [np.append(categories.get_indexer(part.categories), -1)[part.codes] for part in parts]
     ordered = all(part.ordered and part.categories.equals(parts[0].categories) for part in parts)
     return pd.Categorical.from_codes(np.concatenate(codes), categories, ordered=ordered)
-
-
-def joined_obs(streams: Sequence[ChunkReader], columns: Sequence[str] | None) -> pd.DataFrame:
-    """Return the concatenated cell tables of all sources; a single table is returned unchanged.
-
-    With several sources, the categories of each column are merged, and duplicate cell names get the number of their
-    source. ``"scforge_source"`` is the source of each cell, if it is in `columns` or `columns` is None.
-    """
-    if len(streams) == 1:
-        table = streams[0].obs(columns)
-        check_columns(table, streams[0].name)
-        return table.copy(deep=False)
-    joined = join_obs(streams, None if columns is None else [column for column in columns if column != SOURCE])
-    return joined if columns is None else joined[list(columns)]

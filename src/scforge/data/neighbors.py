@@ -425,21 +425,17 @@ def directions_of(coordinates: np.ndarray) -> np.ndarray:
 
 def _mutual(directions: np.ndarray, rows: np.ndarray, others: np.ndarray, k: int) -> np.ndarray:
     """Return pairs of mutual neighbors between `rows` and `others`, which may be the same array, shape (P, 2)."""
-    there = _nearest(directions, rows, others, k)
-    back = there if rows is others else _nearest(directions, others, rows, k)
-    mutual = there.multiply(back.T).tocoo()
-    return np.stack([rows[mutual.row], others[mutual.col]], axis=1)
-
-
-def _nearest(directions: np.ndarray, rows: np.ndarray, others: np.ndarray, k: int) -> sparse.csr_matrix:
-    """Return the nearest cells among `others` for each of `rows`, excluding the cell itself."""
     from sklearn.neighbors import NearestNeighbors
 
-    k = min(k, int(_SHARE * len(others)))
-    if k < 1:
-        return sparse.csr_matrix((len(rows), len(others)), dtype=bool)
-    index = NearestNeighbors(n_neighbors=k, algorithm="brute").fit(directions[others])
-    # Without query cells, each cell of the index is queried, and is not returned as its own neighbor.
-    nearest = index.kneighbors(None if rows is others else directions[rows], return_distance=False).ravel()
-    indptr = np.arange(0, nearest.size + 1, k)
-    return sparse.csr_matrix((np.ones(nearest.size, dtype=bool), nearest, indptr), shape=(len(rows), len(others)))
+    matrices = []
+    for cells, among in [(rows, others)] if rows is others else [(rows, others), (others, rows)]:
+        n_nearest = min(k, int(_SHARE * len(among)))
+        if n_nearest < 1:
+            return np.zeros((0, 2), dtype=np.int64)
+        index = NearestNeighbors(n_neighbors=n_nearest, algorithm="brute").fit(directions[among])
+        # Without query cells, each cell of the index is queried, and is not returned as its own neighbor.
+        nearest = index.kneighbors(None if rows is others else directions[cells], return_distance=False).ravel()
+        entries = (np.ones(nearest.size, dtype=bool), nearest, np.arange(0, nearest.size + 1, n_nearest))
+        matrices.append(sparse.csr_matrix(entries, shape=(len(cells), len(among))))
+    mutual = matrices[0].multiply(matrices[-1].T).tocoo()
+    return np.stack([rows[mutual.row], others[mutual.col]], axis=1)

@@ -263,24 +263,6 @@ def _inverse(
     return np.searchsorted(cumulated, targets[np.argsort(rough, kind="stable")], side="right")
 
 
-def _sequence(order: CellOrder, epoch: int) -> Callable[[int, int], np.ndarray]:
-    """Return a function from a range of the epoch's sequence to the cell indices in that range, int64."""
-    if not order.shuffle:
-        fixed = order.fixed_order
-        return np.arange if fixed is None else lambda start, stop: fixed[start:stop].astype(np.int64)
-    generator = np.random.default_rng([order.seed, epoch, _SEQUENCE])
-    if order.chunk_size > 1:
-        return _ChunkSequence(order, generator, epoch)
-    if order.balance is not None:
-        cumulated = np.cumsum(order.balance.weights(slice(None), epoch=epoch))
-        return lambda start, stop: _inverse(
-            cumulated, 0.0, cumulated[-1], _uniform(np.arange(start, stop), order.seed, epoch)
-        )
-    permutation = np.arange(len(order.rows), dtype=order.index_type)
-    generator.shuffle(permutation)
-    return lambda start, stop: permutation[start:stop].astype(np.int64)
-
-
 class _ChunkSequence:
     """The cells of chunks in random order, or draws from chunks that are distributed like draws from all cells.
 
@@ -340,10 +322,25 @@ class EpochPlan:
     """The windows of one epoch, divided into batches, or kept whole if batches are packed by tokens."""
 
     def __init__(self, order: CellOrder, epoch: int) -> None:
-        self._order = order
-        self._cells_at = _sequence(order, epoch)
+        self._order, self.epoch = order, epoch
         self._packed: dict[int, int] = {}
-        self.epoch = epoch
+        # From a range of the epoch's sequence to the cell indices in that range, int64.
+        self._cells_at: Callable[[int, int], np.ndarray]
+        generator = np.random.default_rng([order.seed, epoch, _SEQUENCE])
+        if not order.shuffle:
+            fixed = order.fixed_order
+            self._cells_at = np.arange if fixed is None else lambda start, stop: fixed[start:stop].astype(np.int64)
+        elif order.chunk_size > 1:
+            self._cells_at = _ChunkSequence(order, generator, epoch)
+        elif order.balance is not None:
+            cumulated = np.cumsum(order.balance.weights(slice(None), epoch=epoch))
+            self._cells_at = lambda start, stop: _inverse(
+                cumulated, 0.0, cumulated[-1], _uniform(np.arange(start, stop), order.seed, epoch)
+            )
+        else:
+            permutation = np.arange(len(order.rows), dtype=order.index_type)
+            generator.shuffle(permutation)
+            self._cells_at = lambda start, stop: permutation[start:stop].astype(np.int64)
 
     def windows(self, first_batch: int) -> Iterator[Window]:
         """Yield the windows of this rank, without the batches before `first_batch`."""

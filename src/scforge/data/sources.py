@@ -46,7 +46,7 @@ from scforge.data.genes import (
     warn_counts_outside,
     warn_empty,
 )
-from scforge.data.joining import joined_obs
+from scforge.data.joining import SOURCE, check_columns, join_obs
 from scforge.data.matrix import Matrix
 from scforge.data.paths import check_file, is_unfinished, is_url
 from scforge.data.readers import (
@@ -81,7 +81,12 @@ def _in_memory(
     streams: Sequence[ChunkReader], maps: Sequence[GeneMap], vocab: GeneVocab, columns: Sequence[str] | None
 ) -> CellSource:
     """Read sources into memory one after another; only pieces of files are held with all genes."""
-    table = joined_obs(streams, columns)
+    if len(streams) == 1:
+        table = streams[0].obs(columns).copy(deep=False)
+        check_columns(table, streams[0].name)
+    else:
+        table = join_obs(streams, None if columns is None else [column for column in columns if column != SOURCE])
+        table = table if columns is None else table[list(columns)]
     if len(streams) == 1 and isinstance(streams[0], AdataStream):  # as a whole, which is faster
         counts, totals = maps[0].apply(streams[0].counts), row_sums(streams[0].counts)
     else:
@@ -273,9 +278,13 @@ def open_cells(
     columns = listed_columns(obs)
     wanted = None if vocab is None else open_vocab(vocab)
     on_disk: dict[str, Any] = {"obs": columns, "min_overlap": min_overlap}
-    if place := _store(source, storage_options):
-        _check_unused(f"the store {place!r}", layer=layer, gene_key=gene_key, modality=modality)
-        return _open_store(place, wanted, storage_options, on_disk)
+    place = source[0] if isinstance(source, list | tuple) and len(source) == 1 else source
+    if isinstance(place, str | os.PathLike):
+        place = os.fspath(place)
+        unfinished = not is_url(place) and is_unfinished(place)
+        if unfinished or is_collection(place, storage_options):
+            _check_unused(f"the store {place!r}", layer=layer, gene_key=gene_key, modality=modality)
+            return _open_store(place, wanted, storage_options, on_disk)
     if is_query(source):
         _check_unused("the query", obs=obs, layer=layer, gene_key=gene_key, modality=modality)
         streams = source.streams(wanted)
@@ -300,17 +309,6 @@ def open_cells(
     warn_empty(cells.n_expressed)
     warn_counts_outside(cells.counts_kept, genes)
     return cells
-
-
-def _store(source: Any, options: Mapping[str, Any] | None) -> str | None:
-    """Return the path or URL of a store, even if it is incomplete; None for other sources."""
-    if isinstance(source, list | tuple) and len(source) == 1:
-        (source,) = source
-    if not isinstance(source, str | os.PathLike):
-        return None
-    place = os.fspath(source)
-    unfinished = not is_url(place) and is_unfinished(place)
-    return place if unfinished or is_collection(place, options) else None
 
 
 def _open_store(

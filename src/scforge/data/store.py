@@ -499,7 +499,7 @@ class _Store:
             raise DataError(f"{self.place!r} {problem}, but raw counts are needed; convert raw counts.")
         if (wrong := np.diff(counts.indptr) != self.lengths[rows]).any():
             raise self._changed(rows[wrong.argmax()])
-        row = unsound_row(counts)
+        row = unsound_row(counts.indptr, counts.indices, counts.data, counts.shape[1])
         if row >= 0:
             if problem := index_problem(counts.indices, len(self.genes)):
                 raise self._damaged(f"cell {rows[row]}: {problem}")
