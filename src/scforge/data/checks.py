@@ -161,13 +161,13 @@ def _checksums(indptr, genes, counts, totals, sums):
     odd, other = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
     step, high = np.uint64(0xD1342543DE82EF95), np.uint64(32)
     for row in range(len(indptr) - 1):
-        found = (totals[row] + odd) * other
+        total = (totals[row] + odd) * other
         place = np.uint64(0)
         for entry in range(indptr[row], indptr[row + 1]):
             place += step
             mixed = ((np.uint64(genes[entry]) << high | np.uint64(counts[entry])) ^ place) * odd
-            found += (mixed ^ (mixed >> high)) * other
-        sums[row] = np.uint32(found ^ (found >> high))
+            total += (mixed ^ (mixed >> high)) * other
+        sums[row] = np.uint32(total ^ (total >> high))
 
 
 @numba.njit(cache=True, nogil=True)
@@ -270,14 +270,14 @@ def warn_if_transformed(counts: sparse.csr_matrix, layer: str | None) -> None:
     """Warn if integers are probably not counts: rounded after normalization, or only 0 and 1."""
     if counts.shape[0] <= _FEW_VALUES:
         return
-    some = counts[:: max(counts.shape[0] // _SAMPLED, 1)].astype(np.float64)
-    some.eliminate_zeros()
-    totals = np.asarray(some.sum(axis=1)).ravel()
-    smallest = np.minimum.reduceat(some.data, some.indptr[:-1])
+    sample = counts[:: max(counts.shape[0] // _SAMPLED, 1)].astype(np.float64)
+    sample.eliminate_zeros()
+    totals = np.asarray(sample.sum(axis=1)).ravel()
+    smallest = np.minimum.reduceat(sample.data, sample.indptr[:-1])
     where = "adata.X" if layer is None else f"adata.layers[{layer!r}]"
-    if some.data.max() == 1 and totals.mean() >= _DEEP:
+    if sample.data.max() == 1 and totals.mean() >= _DEEP:
         warn(f"{where} contains only 0 and 1, as if it had been binarized; pass the layer that contains raw counts.")
-    elif totals.std() < _EQUAL * totals.mean() and np.median(smallest) > 1 and 2 * some.nnz < np.prod(some.shape):
+    elif totals.std() < _EQUAL * totals.mean() and np.median(smallest) > 1 and 2 * sample.nnz < np.prod(sample.shape):
         warn(
             f"{where} has nearly the same total in all cells (median {np.median(totals):,.0f}) and no count of 1 in "
             "most of them, as if normalized values had been rounded; pass the layer that contains raw counts."
@@ -325,9 +325,9 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
         raise DataError(f"{where} {problem}, but raw counts are needed; {_where_counts_are(adata, layer, way_out)}.")
     empty = np.flatnonzero(np.asarray(counts.sum(axis=1)).ravel() == 0)
     if len(empty):
-        some = listing(adata.obs_names[empty[:3]])
+        names = listing(adata.obs_names[empty[:3]])
         raise DataError(
-            f"{where} has {len(empty)} cell{'s' * (len(empty) > 1)} without counts (first: {some}); "
+            f"{where} has {len(empty)} cell{'s' * (len(empty) > 1)} without counts (first: {names}); "
             "remove them with sc.pp.filter_cells(adata, min_counts=1)."
         )
     if mark is not None and (counts is matrix or not isinstance(matrix, sparse.csr_matrix)):

@@ -171,8 +171,8 @@ def convert(
     genes = None if vocab is None else open_vocab(vocab)
     genes, maps = map_streams(streams, genes, gene_key=gene_key, min_overlap=min_overlap)
     for stream, gene_map in zip(streams, maps, strict=True):
-        told = (stream.name, stream.n_cells, len(gene_map.columns), gene_map.n_matched, genes.n_genes)
-        logger.info("%r: %d cells and %d genes, including %d of the %d vocabulary genes.", *told)
+        figures = (stream.name, stream.n_cells, len(gene_map.columns), gene_map.n_matched, genes.n_genes)
+        logger.info("%r: %d cells and %d genes, including %d of the %d vocabulary genes.", *figures)
     table = join_obs(streams, columns)
     size = dataset_size(n_bytes, streams, genes, table)
     with _working_folder(target) as folder, _full_disk(target):
@@ -228,10 +228,11 @@ def convert(
 def _check_apart(target: Path, streams: Sequence[ChunkReader]) -> None:
     """Raise an OptionError if the store is, contains or is inside a source."""
     for stream in streams:
-        place = getattr(stream, "address", "").removeprefix("file://")  # cells in memory have none
-        source = Path(place).resolve()
-        if place and not is_url(place) and (target == source or target in source.parents or source in target.parents):
-            raise OptionError(f"path={str(target)!r} overlaps with the source {place!r}; choose another path.")
+        address = getattr(stream, "address", "").removeprefix("file://")  # cells in memory have none
+        source = Path(address).resolve()
+        overlaps = target == source or target in source.parents or source in target.parents
+        if overlaps and address and not is_url(address):
+            raise OptionError(f"path={str(target)!r} overlaps with the source {address!r}; choose another path.")
 
 
 @contextlib.contextmanager
@@ -260,8 +261,8 @@ def _full_disk(target: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         # zarrs tells what the system says in a text.
-        told = re.search(r"\(os error (\d+)\)", str(error))
-        if (int(told[1]) if told else getattr(error, "errno", None)) not in _FULL:
+        code = re.search(r"\(os error (\d+)\)", str(error))
+        if (int(code[1]) if code else getattr(error, "errno", None)) not in _FULL:
             raise
         raise DataError(
             f"no space left on the disk of {str(target)!r} ({first_line(error)}); free some space and start again."
@@ -343,7 +344,7 @@ class _Scattered:
             for stream, gene_map in zip(streams, maps, strict=True):
                 kept, before = 0.0, first
                 for _, chunk in stream.chunks():
-                    here = slice(first, first + chunk.shape[0])
+                    rows = slice(first, first + chunk.shape[0])
                     counts = gene_map.apply(chunk)
                     if (most := counts.data.max(initial=0)) > _MAX_COUNT:
                         raise DataError(
@@ -352,12 +353,12 @@ class _Scattered:
                         )
                     if most > np.iinfo(np.uint16).max:
                         self.counts_dtype = np.dtype(np.uint32)
-                    self.lengths[here], self.totals[here] = np.diff(counts.indptr), row_sums(chunk)
-                    self._append(counts, dataset_of[here])
+                    self.lengths[rows], self.totals[rows] = np.diff(counts.indptr), row_sums(chunk)
+                    self._append(counts, dataset_of[rows])
                     kept += float(counts.data.sum(dtype=np.float64))
                     if partial.any():
                         self.sum_of_partial += float(counts.data[partial[counts.indices]].sum(dtype=np.float64))
-                    first = here.stop
+                    first = rows.stop
                     bar.update(chunk.shape[0])
                 self.kept.append(kept)
                 self.sums.append(float(self.totals[before:first].sum()))
@@ -387,8 +388,8 @@ class _Scattered:
                 _write_dataset(store / DATASET.format(number), matrix, obs, self.vocab)
                 sums = row_checksums(matrix.indptr, matrix.indices, matrix.data, self.totals[cells])
                 self.checksums.append(sums)
-                found = dataset_hash(matrix.indptr, matrix.indices, matrix.data, obs)
-                datasets.append({"n_cells": len(cells), "n_nonzeros": int(matrix.indptr[-1]), "hash": found})
+                digest = dataset_hash(matrix.indptr, matrix.indices, matrix.data, obs)
+                datasets.append({"n_cells": len(cells), "n_nonzeros": int(matrix.indptr[-1]), "hash": digest})
                 bar.update(len(cells))
         return datasets, self.vocab if medians is None else self.vocab.with_medians(medians.medians())
 
@@ -408,14 +409,14 @@ class _Scattered:
         for start in range(0, len(cells), _PIECE):
             stop = min(start + _PIECE, len(cells))
             entries = ranges(starts[start:stop], sizes[start:stop])
-            here = slice(int(indptr[start]), int(indptr[stop]))
-            genes[here], counts[here] = stored_genes[entries], stored_counts[entries]
+            target = slice(int(indptr[start]), int(indptr[stop]))
+            genes[target], counts[target] = stored_genes[entries], stored_counts[entries]
             if medians is not None:
-                parts = counts[here], genes[here].astype(np.int32), indptr[start : stop + 1] - indptr[start]
-                some = sparse.csr_matrix(parts, shape=(stop - start, self.vocab.n_genes))
+                parts = counts[target], genes[target].astype(np.int32), indptr[start : stop + 1] - indptr[start]
+                block = sparse.csr_matrix(parts, shape=(stop - start, self.vocab.n_genes))
                 totals = self.totals[cells[start:stop]]
                 usual = totals <= _MAX_TOTAL
-                medians.update(CellBlock.from_csr(some if usual.all() else some[usual], totals[usual]))
+                medians.update(CellBlock.from_csr(block if usual.all() else block[usual], totals[usual]))
         for file in files:
             file.unlink()
         # SciPy's constructor would make the indices wider, in a copy. Who reads holds the boundaries in memory.

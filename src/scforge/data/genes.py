@@ -247,13 +247,13 @@ def _by_annotation(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> t
     if how_to_convert(kind, expected) is None:
         return columns, []
     species, target = kind.split(" ")[0], "ensembl" if expected.endswith("Ensembl ids") else "symbol"
-    found = converted_genes(names, target, species, keep_unknown=True)
-    converted = vocab.gene_indices(str(name) for name in found)
+    conversion = converted_genes(names, target, species, keep_unknown=True)
+    converted = vocab.gene_indices(str(name) for name in conversion)
     n_found = int((converted >= 0).sum())
     if n_found <= (columns >= 0).sum():
         return columns, []
     genes = set(vocab.genes)
-    lost = [name for name, ids in found.ambiguous.items() if genes.intersection(ids)]
+    lost = [name for name, ids in conversion.ambiguous.items() if genes.intersection(ids)]
     unclear = f"; names of several genes were left out: {listing(lost, most=3)}" if lost else ""
     return converted, [f"{n_found:,} {kind} were matched with {expected} using the genes of {ANNOTATION}{unclear}"]
 
@@ -264,17 +264,17 @@ def _by_dots(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[n
     if not lost:
         return columns, []
     taken = set(columns.tolist())
-    known: dict[str, dict[int, str]] = {}
+    candidates: dict[str, dict[int, str]] = {}
     for genes in (vocab.genes, vocab.symbols or ()):
         for index, gene in enumerate(genes):
             if index not in taken and _R_REPLACES.search(gene):
-                known.setdefault(_R_REPLACES.sub(".", gene), {})[index] = gene
+                candidates.setdefault(_R_REPLACES.sub(".", gene), {})[index] = gene
     dotted = Counter(_R_REPLACES.sub(".", names[row]) for row in lost)
     columns, matched = columns.copy(), []
     for row in lost:
         name, spelled = names[row], _R_REPLACES.sub(".", names[row])
-        if len(known.get(spelled, {})) == dotted[spelled] == 1:
-            ((index, gene),) = known[spelled].items()
+        if len(candidates.get(spelled, {})) == dotted[spelled] == 1:
+            ((index, gene),) = candidates[spelled].items()
             if spelled in (name, gene):  # one of them was written by R
                 columns[row] = index
                 matched.append(f"{name!r} is {gene!r}")

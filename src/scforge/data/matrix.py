@@ -164,13 +164,17 @@ class Matrix:
         filled = 0
         for first in range(0, int(self._boundaries[-1]), size):
             all_rows = self._indices(first, first + size)
-            here = np.flatnonzero((all_rows >= start) & (all_rows < stop))
-            place = slice(filled, filled + len(here))
+            chosen = np.flatnonzero((all_rows >= start) & (all_rows < stop))
+            target = slice(filled, filled + len(chosen))
             inside = np.clip(self._boundaries, first, first + len(all_rows))
             all_columns = np.repeat(np.arange(self.shape[1]), np.diff(inside))
             all_values = self._read("data", first, first + size)
-            rows[place], columns[place], values[place] = all_rows[here] - start, all_columns[here], all_values[here]
-            filled += len(here)
+            rows[target], columns[target], values[target] = (
+                all_rows[chosen] - start,
+                all_columns[chosen],
+                all_values[chosen],
+            )
+            filled += len(chosen)
         return sparse.csr_matrix((values, (rows, columns)), shape=(stop - start, self.shape[1]))
 
 

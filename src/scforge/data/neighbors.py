@@ -305,8 +305,8 @@ def neighbors_by_label(
     kept = [np.stack([rows, columns])[:, ~differ]]
     for label in np.unique(labels[labels >= 0]):
         members = np.flatnonzero(labels == label)
-        found = mutual_neighbors(coordinates[members], batches[members], across=across, within=0)
-        kept.append(members[np.stack(found.nonzero())])
+        matches = mutual_neighbors(coordinates[members], batches[members], across=across, within=0)
+        kept.append(members[np.stack(matches.nonzero())])
     rows, columns = np.concatenate(kept, axis=1)
     matrix = sparse.csr_matrix((np.ones(len(rows), dtype=bool), (rows, columns)), shape=pairs.shape)
     matrix.sort_indices()
@@ -408,9 +408,9 @@ def query_shifts(reference: np.ndarray, query: np.ndarray, *, across: int = 30) 
             counts = np.asarray(pairs.sum(axis=1)).ravel()
             if not counts.any():
                 break
-            has = counts > 0
-            differences = (pairs[has] @ fixed) / counts[has, None] - start[has]
-            weights = assigned[has]
+            matched = counts > 0
+            differences = (pairs[matched] @ fixed) / counts[matched, None] - start[matched]
+            weights = assigned[matched]
             shifts = weights.T @ differences + _QUERY_RIDGE * differences.mean(axis=0)
             shifts /= (weights.sum(axis=0) + _QUERY_RIDGE)[:, None]
             moved = start + assigned @ shifts

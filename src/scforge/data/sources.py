@@ -173,16 +173,18 @@ def _is_fresh(path: Path, streams: Sequence[ChunkReader], options: Mapping[str, 
 
     info = StoreInfo.read(path)  # or raise, as it is not a store
     # The same folder may be named from elsewhere; what is in a file is compared by its fingerprint.
-    stored = [one["name"].rstrip("/").rpartition("/")[2] for one in info.sources]
+    stored = [source["name"].rstrip("/").rpartition("/")[2] for source in info.sources]
     given = [stream.name.rstrip("/").rpartition("/")[2] for stream in streams]
-    made = {name: info.options.get(name) for name in options}
+    stored_options = {name: info.options.get(name) for name in options}
     if stored != given:
         problem = f"is a store of {listing(stored)}, not of {listing(given)}"
-    elif different := [name for name in options if made[name] != options[name]]:
+    elif different := [name for name in options if stored_options[name] != options[name]]:
         name = different[0]
-        problem = f"was converted with {name}={made[name]!r}, not {options[name]!r}"
+        problem = f"was converted with {name}={stored_options[name]!r}, not {options[name]!r}"
     else:
-        fingerprints = [{key: value for key, value in one.items() if key not in _OF_STORE} for one in info.sources]
+        fingerprints = [
+            {key: value for key, value in source.items() if key not in _OF_STORE} for source in info.sources
+        ]
         if fingerprints != [stream.fingerprint() for stream in streams]:
             return False
         if read_vocab(open_group(path)).genes == union_vocab(streams, options["gene_key"]).genes:
@@ -550,8 +552,8 @@ def inspect_h5ad(
         names = gene_names(opened, gene_key)
         sums, empty, counts = _counts(opened, matrix, layer)
     candidates = [open_vocab(name) for name in list_vocabs()] if given is None else [given]
-    maps = {one: GeneMap.of(names, one) for one in candidates}
-    taken = max(candidates, key=lambda one: (np.count_nonzero(maps[one].columns >= 0), -one.n_genes))
+    maps = {candidate: GeneMap.of(names, candidate) for candidate in candidates}
+    taken = max(candidates, key=lambda candidate: (np.count_nonzero(maps[candidate].columns >= 0), -candidate.n_genes))
     best = overlap_report(names, sums, taken, maps[taken], where=names_place(gene_key), n_top=n_top)
     others = {
         names_place(key): f"{kind} ({GeneMap.of(column, taken).n_matched:,} in the vocabulary)"
@@ -587,7 +589,7 @@ def inspect_h5ad(
 
 def _counts(opened: StoredAdata, matrix: Matrix, layer: str | None) -> tuple[np.ndarray | None, int | None, str]:
     """Return the column sums, the number of empty cells, and a sentence on which matrix contains counts."""
-    places = {"X": "X", **{f"layers/{one}": f"layers[{one!r}]" for one in opened.layers}, "raw/X": "raw"}
+    places = {"X": "X", **{f"layers/{name}": f"layers[{name!r}]" for name in opened.layers}, "raw/X": "raw"}
     asked = "X" if layer is None else f"layers/{layer}"
     sums, empty, problem = _summary(matrix)
     if problem is None:

@@ -374,8 +374,8 @@ class _Store:
 
     def _found_datasets(self, group: Any) -> list[Any]:
         with reading(f"{self.place!r}", how="as a store", fix=_AGAIN):
-            found = [re.fullmatch(r"dataset_(\d+)", key) for key in group.group_keys()]
-            datasets = [group[DATASET.format(number)] for number in sorted(int(one[1]) for one in found if one)]
+            matches = [re.fullmatch(r"dataset_(\d+)", key) for key in group.group_keys()]
+            datasets = [group[DATASET.format(number)] for number in sorted(int(match[1]) for match in matches if match)]
             for dataset in datasets:
                 kind = dataset["X"].attrs.get("encoding-type") if "X" in dataset else "missing"
                 if kind != "csr_matrix":
@@ -430,13 +430,13 @@ class _Store:
     def _table(self, columns: Sequence[str] | None) -> pd.DataFrame:
         """Return obs columns of all datasets with numbered rows; differing categories are merged."""
         stored = [str(column) for column in self._datasets[0]["obs"].attrs.get("column-order", [])]
-        known = [column for column in stored if column == SOURCE or column not in OWN_COLUMNS]
+        available = [column for column in stored if column == SOURCE or column not in OWN_COLUMNS]
         table: dict[str, Any] = {}
-        for column in [column for column in known if column != SOURCE] if columns is None else columns:
-            if column not in known:
+        for column in [column for column in available if column != SOURCE] if columns is None else columns:
+            if column not in available:
                 raise DataError(
                     f"obs contains {column!r}, which is not a column of {self.place!r}"
-                    f"{suggest(column, known, 'available')}"
+                    f"{suggest(column, available, 'available')}"
                 )
             parts = [self._read(dataset, "obs", column) for dataset in self._datasets]
             if all(isinstance(part, pd.Categorical) for part in parts):
@@ -458,16 +458,16 @@ class _Store:
 
     def batches(self, windows: Iterable[Window]) -> Iterator[tuple[np.ndarray, int, sparse.csr_matrix]]:
         """Yield the rows, the draw number, and the counts (sorted, without zeros) of each batch in each window."""
-        told: deque[tuple[np.ndarray, int]] = deque()
+        requested: deque[tuple[np.ndarray, int]] = deque()
 
         def watched() -> Iterator[Window]:
             for window in windows:
-                told.extend((rows, window.draw) for rows in window.batches())
+                requested.extend((rows, window.draw) for rows in window.batches())
                 yield window
 
         with reading(f"a cell of {self.place!r}", fix=_AGAIN):
             for counts in self._loaded(watched()):
-                rows, draw = told.popleft()
+                rows, draw = requested.popleft()
                 yield rows, draw, self._cleaned(rows, counts)
 
     def _loaded(self, windows: Iterator[Window]) -> Iterator[sparse.csr_matrix]:
@@ -491,8 +491,8 @@ class _Store:
         """Return sorted counts without zeros. Raises a DataError if counts have changed, as far as this is known."""
         if self.checksums is not None:
             assert self.totals is not None
-            found = row_checksums(counts.indptr, counts.indices, counts.data, self.totals[rows])
-            if (wrong := found != self.checksums[rows]).any():
+            checksums = row_checksums(counts.indptr, counts.indices, counts.data, self.totals[rows])
+            if (wrong := checksums != self.checksums[rows]).any():
                 raise self._changed(rows[wrong.argmax()])
             return counts
         if counts.dtype.kind != "u" and (problem := value_problem(counts.data)):
@@ -642,8 +642,10 @@ class StoreCells:
             gene_map = map_names(store.genes, vocab, min_overlap=min_overlap)
             measured = np.isin(np.arange(vocab.n_genes), gene_map.columns[store.measured])
             cells = replace(self, vocab=vocab, measured=measured, _gene_map=gene_map)
-            some = cells.block(choose_chunks(len(cells), _SAMPLED, cells.chunk_size))
-            cells = replace(cells, counts_kept=float(some.counts.sum(dtype=np.float64) / max(some.totals.sum(), 1.0)))
+            sample = cells.block(choose_chunks(len(cells), _SAMPLED, cells.chunk_size))
+            cells = replace(
+                cells, counts_kept=float(sample.counts.sum(dtype=np.float64) / max(sample.totals.sum(), 1.0))
+            )
             warn_counts_outside(cells.counts_kept, vocab)
         return replace(cells, overlap=float(measured.mean()))
 
@@ -868,10 +870,10 @@ def _state(source: Mapping[str, Any]) -> str:
     if "mtime_ns" not in source:
         return "not checked"
     try:
-        found = Path(source["name"]).stat()
+        status = Path(source["name"]).stat()
     except FileNotFoundError:
         return "missing"
-    same = (found.st_size, found.st_mtime_ns) == (source.get("size"), source["mtime_ns"])
+    same = (status.st_size, status.st_mtime_ns) == (source.get("size"), source["mtime_ns"])
     return "unchanged" if same else "changed since"
 
 

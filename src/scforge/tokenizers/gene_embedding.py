@@ -140,16 +140,16 @@ def match_vectors(names: Sequence[str], vectors: np.ndarray, vocab: GeneVocab) -
         If several rows of the same gene differ.
     """
     genes = vocab.gene_indices(names)
-    found = np.flatnonzero(genes >= 0)
-    if not len(found):
+    matching = np.flatnonzero(genes >= 0)
+    if not len(matching):
         raise no_known_gene("table", names, vocab)
-    tokens = genes[found] + vocab.n_special
+    tokens = genes[matching] + vocab.n_special
     matched = np.full((len(vocab), vectors.shape[1]), np.nan, dtype=np.float32)
-    matched[tokens] = vectors[found]
-    differs = (matched[tokens] != vectors[found]).any(axis=1)
+    matched[tokens] = vectors[matching]
+    differs = (matched[tokens] != vectors[matching]).any(axis=1)
     if differs.any():
-        gene = genes[found][differs][0]
-        rows = [names[row] for row in found[genes[found] == gene]]
+        gene = genes[matching][differs][0]
+        rows = [names[row] for row in matching[genes[matching] == gene]]
         raise DataError(
             f"table contains several vectors for gene {vocab.genes[gene]!r}, in the rows {listing(rows)}; keep one of "
             "the rows."

@@ -105,8 +105,8 @@ def geneformer_columns(
     -------
     Canonical counts without zeros, shape (B, n), and the gene of each of the n columns.
     """
-    found = np.flatnonzero(columns >= 0)
-    genes = columns[found]
+    used = np.flatnonzero(columns >= 0)
+    genes = columns[used]
     if collapse:
         _, first, inverse, sizes = np.unique(genes, return_index=True, return_inverse=True, return_counts=True)
         repeated = sizes > 1
@@ -115,9 +115,9 @@ def geneformer_columns(
         place_of[order] = np.arange(len(order))
         place, genes = place_of[inverse], genes[first[order]]
     else:
-        place = np.arange(len(found))
+        place = np.arange(len(used))
     target = np.full(cells.shape[1], -1, dtype=np.int64)
-    target[found] = place
+    target[used] = place
     entries = sparse.coo_matrix(cells)
     kept = target[entries.col] >= 0
     ordered = sparse.csr_matrix(
