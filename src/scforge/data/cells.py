@@ -323,7 +323,8 @@ class CellSource:
         names = np.array(self.vocab.genes, dtype=object).astype(str)
         gene_map = map_names(names, vocab, min_overlap=min_overlap)
         counts = gene_map.apply(self.counts)
-        measured = gene_map.measured_of(slice(None) if self.measured is None else self.measured)
+        columns = gene_map.columns if self.measured is None else gene_map.columns[self.measured]
+        measured = np.isin(np.arange(vocab.n_genes), columns)
         return replace(
             self,
             counts=counts,

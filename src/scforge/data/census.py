@@ -201,8 +201,8 @@ class SomaStream:
                 )
         for column, values in filtered.items():
             # Most are typos.
-            found = set(table[column].unique())
-            if absent := [value for value in values if value not in found]:
+            present = set(table[column].unique())
+            if absent := [value for value in values if value not in present]:
                 warn(
                     f"filters[{column!r}] contains {absent[0]!r}, but no cell that matches the other filters has this "
                     "value."
@@ -221,9 +221,9 @@ class SomaStream:
         """Approximate number of nonzero counts."""
         if self._n_counts is not None:
             return self._n_counts
-        some = np.unique(np.linspace(0, self.n_cells - 1, num=_SAMPLED).astype(np.int64))
-        n_counts = sum(chunk.nnz for _, chunk in self._read(self._joinids[some]))
-        return int(np.ceil(n_counts / len(some) * self.n_cells))
+        sampled = np.unique(np.linspace(0, self.n_cells - 1, num=_SAMPLED).astype(np.int64))
+        n_counts = sum(chunk.nnz for _, chunk in self._read(self._joinids[sampled]))
+        return int(np.ceil(n_counts / len(sampled) * self.n_cells))
 
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """Return columns of the cell table, indexed by joinid. If None, uses the columns of the query."""
@@ -313,8 +313,8 @@ def _opened(query: CensusQuery) -> tuple[str, str, Any]:
         try:
             release = client.get_census_version_description(version)["release_build"]
         except ValueError as error:
-            known = list(client.get_census_version_directory())
-            raise OptionError(f"census_version={version!r} is unknown{suggest(version, known)}") from error
+            releases = list(client.get_census_version_directory())
+            raise OptionError(f"census_version={version!r} is unknown{suggest(version, releases)}") from error
         root = client.open_soma(census_version=version, tiledb_config=config)
     return f"census:{release}/{query.organism}", release, root
 
@@ -360,14 +360,14 @@ def _read_table(
 def best_names(var: pd.DataFrame, vocab: GeneVocab | None) -> str:
     """Return the column of var with gene names; of several columns, the one that matches the vocabulary best."""
     columns = {name: column for name, column in text_columns(var).items() if name is not None}
-    known = [name for name in _NAMES if name in columns] or list(columns)
-    if not known:
+    candidates = [name for name in _NAMES if name in columns] or list(columns)
+    if not candidates:
         raise DataError("var has no text column with gene names; set gene_key to the column that contains the names.")
     if vocab is None:
-        return known[0]
+        return candidates[0]
 
     def fit(name: str) -> tuple[int, bool]:
         found = GeneMap.of(columns[name], vocab)
         return found.n_matched, not found.notes  # of two that match alike, names as the vocabulary has them
 
-    return max(known, key=fit)
+    return max(candidates, key=fit)

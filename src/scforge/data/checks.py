@@ -44,6 +44,9 @@ _NORMALIZED = "pass the layer that contains raw counts, or undo the normalizatio
 _UNMEASURED = "remove genes that were not measured in all cells, e.g. with anndata.concat(..., join='inner')"
 """Advice for missing values, usually from an outer join of data sets with different genes."""
 
+_NUMERIC = "biuf"
+"""Kinds of the dtypes of numbers."""
+
 _SAMPLED, _EQUAL, _DEEP = 1000, 0.1, 20
 """Number of cells to inspect; coefficient of variation below which library sizes are nearly equal (typical data have
 about 0.5); and mean number of counts per cell from which on some gene should have a count above 1."""
@@ -114,11 +117,6 @@ def log1p_cp10k_rows(counts: sparse.csr_matrix, totals: np.ndarray) -> sparse.cs
     return values
 
 
-def unsound_row(counts: sparse.csr_matrix) -> int:
-    """Return the first row with unsorted genes, an explicit zero or a gene that is out of range, or -1."""
-    return int(_unsound_row(counts.indptr, counts.indices, counts.data, counts.shape[1]))
-
-
 def row_checksums(indptr: np.ndarray, genes: np.ndarray, counts: np.ndarray, totals: np.ndarray) -> np.ndarray:
     """Return a checksum of the genes, counts and total of each row, uint32, shape (number of rows,).
 
@@ -145,7 +143,8 @@ def pick_genes(counts: sparse.csr_matrix, columns: np.ndarray) -> tuple[np.ndarr
 
 
 @numba.njit(cache=True, nogil=True)
-def _unsound_row(indptr, indices, data, n_genes):
+def unsound_row(indptr, indices, data, n_genes):
+    """Return the first row with unsorted genes, an explicit zero or a gene that is out of range, or -1."""
     for row in range(len(indptr) - 1):
         last = np.int64(-1)
         for entry in range(indptr[row], indptr[row + 1]):
@@ -162,13 +161,13 @@ def _checksums(indptr, genes, counts, totals, sums):
     odd, other = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
     step, high = np.uint64(0xD1342543DE82EF95), np.uint64(32)
     for row in range(len(indptr) - 1):
-        found = (totals[row] + odd) * other
+        total = (totals[row] + odd) * other
         place = np.uint64(0)
         for entry in range(indptr[row], indptr[row + 1]):
             place += step
             mixed = ((np.uint64(genes[entry]) << high | np.uint64(counts[entry])) ^ place) * odd
-            found += (mixed ^ (mixed >> high)) * other
-        sums[row] = np.uint32(found ^ (found >> high))
+            total += (mixed ^ (mixed >> high)) * other
+        sums[row] = np.uint32(total ^ (total >> high))
 
 
 @numba.njit(cache=True, nogil=True)
@@ -256,7 +255,11 @@ def inherited_batch_key(obs: pd.DataFrame, key: str | None) -> str | None:
 
 def warn_if_transposed(adata: AnnData) -> None:
     """Warn if genes are named like cells and cells are not, as in matrices with a row for each gene."""
-    if _share_of_barcodes(adata.var_names) > 0.5 > _share_of_barcodes(adata.obs_names):
+    genes, cells = (
+        sum(_BARCODE.fullmatch(str(name)) is not None for name in names[:100]) / max(len(names[:100]), 1)
+        for names in (adata.var_names, adata.obs_names)
+    )
+    if genes > 0.5 > cells:
         warn(
             f"adata.var_names look like cell names (first: {str(adata.var_names[0])!r}); if cells and genes are "
             "swapped, pass adata.T."
@@ -267,23 +270,18 @@ def warn_if_transformed(counts: sparse.csr_matrix, layer: str | None) -> None:
     """Warn if integers are probably not counts: rounded after normalization, or only 0 and 1."""
     if counts.shape[0] <= _FEW_VALUES:
         return
-    some = counts[:: max(counts.shape[0] // _SAMPLED, 1)].astype(np.float64)
-    some.eliminate_zeros()
-    totals = np.asarray(some.sum(axis=1)).ravel()
-    smallest = np.minimum.reduceat(some.data, some.indptr[:-1])
+    sample = counts[:: max(counts.shape[0] // _SAMPLED, 1)].astype(np.float64)
+    sample.eliminate_zeros()
+    totals = np.asarray(sample.sum(axis=1)).ravel()
+    smallest = np.minimum.reduceat(sample.data, sample.indptr[:-1])
     where = "adata.X" if layer is None else f"adata.layers[{layer!r}]"
-    if some.data.max() == 1 and totals.mean() >= _DEEP:
+    if sample.data.max() == 1 and totals.mean() >= _DEEP:
         warn(f"{where} contains only 0 and 1, as if it had been binarized; pass the layer that contains raw counts.")
-    elif totals.std() < _EQUAL * totals.mean() and np.median(smallest) > 1 and 2 * some.nnz < np.prod(some.shape):
+    elif totals.std() < _EQUAL * totals.mean() and np.median(smallest) > 1 and 2 * sample.nnz < np.prod(sample.shape):
         warn(
             f"{where} has nearly the same total in all cells (median {np.median(totals):,.0f}) and no count of 1 in "
             "most of them, as if normalized values had been rounded; pass the layer that contains raw counts."
         )
-
-
-def _share_of_barcodes(names: pd.Index) -> float:
-    first = names[:100]
-    return sum(_BARCODE.fullmatch(str(name)) is not None for name in first) / max(len(first), 1)
 
 
 def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
@@ -308,9 +306,15 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
         If the layer does not exist, is corrupted, contains negative, missing or fractional values, or has cells without
         counts. The message names a layer that contains counts, if there is one.
     """
-    matrix = _matrix(adata, layer)
     where = "adata.X" if layer is None else f"adata.layers[{layer!r}]"
-    if not _is_numeric(matrix):
+    if layer is not None:
+        check_known("layer", layer, adata.layers, "adata.layers", fix="use layer=None to read adata.X")
+        matrix = adata.layers[layer]
+    elif adata.X is None:
+        raise DataError(f"adata.X is None; {_where_counts_are(adata, layer)}.")
+    else:
+        matrix = _in_memory(adata.X)
+    if matrix.dtype.kind not in _NUMERIC:
         raise DataError(f"{where} has dtype {matrix.dtype}, but raw counts are needed; convert it to a numeric dtype.")
     mark = content_mark(matrix)
     if mark is not None and _CHECKED.get(id(matrix)) == mark:
@@ -321,9 +325,9 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
         raise DataError(f"{where} {problem}, but raw counts are needed; {_where_counts_are(adata, layer, way_out)}.")
     empty = np.flatnonzero(np.asarray(counts.sum(axis=1)).ravel() == 0)
     if len(empty):
-        some = listing(adata.obs_names[empty[:3]])
+        names = listing(adata.obs_names[empty[:3]])
         raise DataError(
-            f"{where} has {len(empty)} cell{'s' * (len(empty) > 1)} without counts (first: {some}); "
+            f"{where} has {len(empty)} cell{'s' * (len(empty) > 1)} without counts (first: {names}); "
             "remove them with sc.pp.filter_cells(adata, min_counts=1)."
         )
     if mark is not None and (counts is matrix or not isinstance(matrix, sparse.csr_matrix)):
@@ -334,7 +338,7 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
 
 def content_mark(matrix: Any) -> tuple[Any, ...] | None:
     """Return checksums of the arrays of a matrix in memory, which change with its values; None for other types."""
-    if getattr(matrix, "dtype", None) is None or not _is_numeric(matrix):
+    if getattr(matrix, "dtype", None) is None or matrix.dtype.kind not in _NUMERIC:
         return None
     if type(matrix) is np.ndarray:
         parts = [matrix.ravel(order="K")]
@@ -346,24 +350,11 @@ def content_mark(matrix: Any) -> tuple[Any, ...] | None:
     return (type(matrix).__name__, matrix.shape, getattr(matrix, "strides", None), *sums)
 
 
-def _matrix(adata: AnnData, layer: str | None) -> Any:
-    if layer is None:
-        if adata.X is None:
-            raise DataError(f"adata.X is None; {_where_counts_are(adata, layer)}.")
-        return _in_memory(adata.X)
-    check_known("layer", layer, adata.layers, "adata.layers", fix="use layer=None to read adata.X")
-    return adata.layers[layer]
-
-
 def _in_memory(matrix: Any) -> Any:
     """Return a matrix in memory, reading it from its file if the AnnData is backed."""
     if isinstance(matrix, h5py.Dataset):
         return matrix[()]
     return matrix.to_memory() if hasattr(matrix, "to_memory") else matrix
-
-
-def _is_numeric(matrix: Any) -> bool:
-    return matrix.dtype.kind in "biuf"
 
 
 def _as_csr(matrix: Any, where: str) -> sparse.csr_matrix:
@@ -396,17 +387,17 @@ def _where_counts_are(adata: AnnData, layer: str | None, way_out: str = _NORMALI
     if layer is not None and adata.X is not None:
         others.append(None)
     for key in others:
-        matrix = _in_memory(adata.X) if key is None else adata.layers[key]
-        if _holds_counts(matrix):
+        if _holds_counts(adata.X if key is None else adata.layers[key]):
             place = "adata.X" if key is None else f"adata.layers[{key!r}]"
             return f"pass layer={key!r}, because {place} contains raw counts"
-    if adata.raw is not None and _holds_counts(_in_memory(adata.raw.X)):
+    if adata.raw is not None and _holds_counts(adata.raw.X):
         return "pass adata.raw.to_adata(), because adata.raw contains raw counts"
     return way_out
 
 
 def _holds_counts(matrix: Any) -> bool:
-    if not _is_numeric(matrix) or compressed_problem(matrix):
+    matrix = _in_memory(matrix)
+    if matrix.dtype.kind not in _NUMERIC or compressed_problem(matrix):
         return False
     return value_problem(_as_csr(matrix, "").data) is None
 
@@ -416,22 +407,17 @@ def names_place(gene_key: str | None) -> str:
     return "adata.var_names" if gene_key is None else f"adata.var[{gene_key!r}]"
 
 
-def gene_names(adata: AnnData, gene_key: str | None = None) -> np.ndarray:
-    """Return the gene names of `adata`, str, shape (n_vars,). Raises a DataError if a name is missing.
+def gene_names(source: Any, gene_key: str | None = None) -> np.ndarray:
+    """Return the gene names in the ``var`` of an AnnData or another source, without spaces around them, str, (n_vars,).
 
-    Duplicate names are allowed: their counts are summed during gene mapping.
+    Raises a DataError if a name is missing. Duplicate names are allowed: their counts are summed during gene mapping.
     """
-    return names_of(adata.var, gene_key)
-
-
-def names_of(var: pd.DataFrame, gene_key: str | None = None) -> np.ndarray:
-    """Return the gene names in a gene table, as :func:`gene_names` does, without spaces around them."""
-    where = names_place(gene_key)
+    var, where = source.var, names_place(gene_key)
     if gene_key is not None:
         check_known("gene_key", gene_key, var.columns, "adata.var")
     names = var.index if gene_key is None else var[gene_key]
     missing = np.asarray(names.isna())
     if missing.any():
         raise DataError(f"{where} has {int(missing.sum())} missing gene names; fill in the names or drop these genes.")
-    found = np.asarray(names, dtype=object).astype(str)
-    return np.char.strip(found) if len(found) else found
+    texts = np.asarray(names, dtype=object).astype(str)
+    return np.char.strip(texts) if len(texts) else texts

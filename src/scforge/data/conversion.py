@@ -53,6 +53,9 @@ logger = logging.getLogger("scforge")
 _MAX_COUNT = 2**32 - 1
 """Largest count that a store can hold."""
 
+_COUNT_BYTES = 4
+"""Size of a count in the temporary files."""
+
 _SHARD = 2**16
 """Number of cells per dataset file: a multiple of the chunk size, and about 300 MB before compression."""
 
@@ -168,8 +171,8 @@ def convert(
     genes = None if vocab is None else open_vocab(vocab)
     genes, maps = map_streams(streams, genes, gene_key=gene_key, min_overlap=min_overlap)
     for stream, gene_map in zip(streams, maps, strict=True):
-        told = (stream.name, stream.n_cells, len(gene_map.columns), gene_map.n_matched, genes.n_genes)
-        logger.info("%r: %d cells and %d genes, including %d of the %d vocabulary genes.", *told)
+        figures = (stream.name, stream.n_cells, len(gene_map.columns), gene_map.n_matched, genes.n_genes)
+        logger.info("%r: %d cells and %d genes, including %d of the %d vocabulary genes.", *figures)
     table = join_obs(streams, columns)
     size = dataset_size(n_bytes, streams, genes, table)
     with _working_folder(target) as folder, _full_disk(target):
@@ -225,10 +228,11 @@ def convert(
 def _check_apart(target: Path, streams: Sequence[ChunkReader]) -> None:
     """Raise an OptionError if the store is, contains or is inside a source."""
     for stream in streams:
-        place = getattr(stream, "address", "").removeprefix("file://")  # cells in memory have none
-        source = Path(place).resolve()
-        if place and not is_url(place) and (target == source or target in source.parents or source in target.parents):
-            raise OptionError(f"path={str(target)!r} overlaps with the source {place!r}; choose another path.")
+        address = getattr(stream, "address", "").removeprefix("file://")  # cells in memory have none
+        source = Path(address).resolve()
+        overlaps = target == source or target in source.parents or source in target.parents
+        if overlaps and address and not is_url(address):
+            raise OptionError(f"path={str(target)!r} overlaps with the source {address!r}; choose another path.")
 
 
 @contextlib.contextmanager
@@ -257,8 +261,8 @@ def _full_disk(target: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         # zarrs tells what the system says in a text.
-        told = re.search(r"\(os error (\d+)\)", str(error))
-        if (int(told[1]) if told else getattr(error, "errno", None)) not in _FULL:
+        code = re.search(r"\(os error (\d+)\)", str(error))
+        if (int(code[1]) if code else getattr(error, "errno", None)) not in _FULL:
             raise
         raise DataError(
             f"no space left on the disk of {str(target)!r} ({first_line(error)}); free some space and start again."
@@ -267,7 +271,7 @@ def _full_disk(target: Path) -> Iterator[None]:
 
 def _check_space(folder: Path, streams: Sequence[ChunkReader], n_genes: int) -> None:
     free = shutil.disk_usage(folder).free
-    needed = sum(stream.n_entries for stream in streams) * _entry_bytes(n_genes)
+    needed = sum(stream.n_entries for stream in streams) * (_gene_dtype(n_genes).itemsize + _COUNT_BYTES)
     if free < needed:
         raise DataError(
             f"{str(folder.parent)!r} has {free / 1e9:,.2f} GB free, but up to {needed / 1e9:,.2f} GB are needed; "
@@ -278,11 +282,6 @@ def _check_space(folder: Path, streams: Sequence[ChunkReader], n_genes: int) -> 
 def _gene_dtype(n_genes: int) -> np.dtype:
     """Return the smallest unsigned integer type for gene indices, as anndata chooses it."""
     return np.dtype(np.uint8 if n_genes <= 0xFF else np.uint16 if n_genes <= 0xFFFF else np.uint32)
-
-
-def _entry_bytes(n_genes: int) -> int:
-    """Return the size in bytes of a count and its gene in the temporary files."""
-    return _gene_dtype(n_genes).itemsize + 4
 
 
 def dataset_size(memory: int, streams: Sequence[ChunkReader], vocab: GeneVocab, table: pd.DataFrame) -> int:
@@ -296,7 +295,7 @@ def dataset_size(memory: int, streams: Sequence[ChunkReader], vocab: GeneVocab, 
         raise OptionError(f"memory={memory / 1e9:.2f}GB is not enough; pass at least {least:.1f}GB.")
     n_entries = sum(stream.n_entries for stream in streams)
     # In the temporary files, while gathered, and twice while compressed.
-    n_bytes = 5 * _entry_bytes(vocab.n_genes) * n_entries
+    n_bytes = 5 * (_gene_dtype(vocab.n_genes).itemsize + _COUNT_BYTES) * n_entries
     n_datasets = max(1, -(-n_bytes // (memory - fixed)))
     return -(-len(table) // (n_datasets * CHUNK_SIZE)) * CHUNK_SIZE  # whole chunks
 
@@ -345,30 +344,26 @@ class _Scattered:
             for stream, gene_map in zip(streams, maps, strict=True):
                 kept, before = 0.0, first
                 for _, chunk in stream.chunks():
-                    here = slice(first, first + chunk.shape[0])
+                    rows = slice(first, first + chunk.shape[0])
                     counts = gene_map.apply(chunk)
-                    self._check_largest(counts, stream)
-                    self.lengths[here], self.totals[here] = np.diff(counts.indptr), row_sums(chunk)
-                    self._append(counts, dataset_of[here])
+                    if (most := counts.data.max(initial=0)) > _MAX_COUNT:
+                        raise DataError(
+                            f"{stream.name!r} contains the count {most:.0f}, but the largest count of a store is "
+                            f"{_MAX_COUNT:,}; check that these are raw counts."
+                        )
+                    if most > np.iinfo(np.uint16).max:
+                        self.counts_dtype = np.dtype(np.uint32)
+                    self.lengths[rows], self.totals[rows] = np.diff(counts.indptr), row_sums(chunk)
+                    self._append(counts, dataset_of[rows])
                     kept += float(counts.data.sum(dtype=np.float64))
                     if partial.any():
                         self.sum_of_partial += float(counts.data[partial[counts.indices]].sum(dtype=np.float64))
-                    first = here.stop
+                    first = rows.stop
                     bar.update(chunk.shape[0])
                 self.kept.append(kept)
                 self.sums.append(float(self.totals[before:first].sum()))
         if not sum(self.kept):
             raise DataError("no cell expresses a gene of the vocabulary; choose another vocabulary.")
-
-    def _check_largest(self, counts: sparse.csr_matrix, stream: ChunkReader) -> None:
-        most = counts.data.max(initial=0)
-        if most > _MAX_COUNT:
-            raise DataError(
-                f"{stream.name!r} contains the count {most:.0f}, but the largest count of a store is {_MAX_COUNT:,}; "
-                "check that these are raw counts."
-            )
-        if most > np.iinfo(np.uint16).max:
-            self.counts_dtype = np.dtype(np.uint32)
 
     def _append(self, counts: sparse.csr_matrix, dataset_of: np.ndarray) -> None:
         order = np.argsort(dataset_of, kind="stable")
@@ -393,8 +388,8 @@ class _Scattered:
                 _write_dataset(store / DATASET.format(number), matrix, obs, self.vocab)
                 sums = row_checksums(matrix.indptr, matrix.indices, matrix.data, self.totals[cells])
                 self.checksums.append(sums)
-                found = dataset_hash(matrix.indptr, matrix.indices, matrix.data, obs)
-                datasets.append({"n_cells": len(cells), "n_nonzeros": int(matrix.indptr[-1]), "hash": found})
+                digest = dataset_hash(matrix.indptr, matrix.indices, matrix.data, obs)
+                datasets.append({"n_cells": len(cells), "n_nonzeros": int(matrix.indptr[-1]), "hash": digest})
                 bar.update(len(cells))
         return datasets, self.vocab if medians is None else self.vocab.with_medians(medians.medians())
 
@@ -414,14 +409,14 @@ class _Scattered:
         for start in range(0, len(cells), _PIECE):
             stop = min(start + _PIECE, len(cells))
             entries = ranges(starts[start:stop], sizes[start:stop])
-            here = slice(int(indptr[start]), int(indptr[stop]))
-            genes[here], counts[here] = stored_genes[entries], stored_counts[entries]
+            target = slice(int(indptr[start]), int(indptr[stop]))
+            genes[target], counts[target] = stored_genes[entries], stored_counts[entries]
             if medians is not None:
-                parts = counts[here], genes[here].astype(np.int32), indptr[start : stop + 1] - indptr[start]
-                some = sparse.csr_matrix(parts, shape=(stop - start, self.vocab.n_genes))
+                parts = counts[target], genes[target].astype(np.int32), indptr[start : stop + 1] - indptr[start]
+                block = sparse.csr_matrix(parts, shape=(stop - start, self.vocab.n_genes))
                 totals = self.totals[cells[start:stop]]
                 usual = totals <= _MAX_TOTAL
-                medians.update(CellBlock.from_csr(some if usual.all() else some[usual], totals[usual]))
+                medians.update(CellBlock.from_csr(block if usual.all() else block[usual], totals[usual]))
         for file in files:
             file.unlink()
         # SciPy's constructor would make the indices wider, in a copy. Who reads holds the boundaries in memory.

@@ -17,7 +17,7 @@ import numpy as np
 from scipy import sparse
 
 from scforge._checks import check_count, check_share
-from scforge.data.checks import check_adata, counts_of, gene_names, names_of, names_place, sound_csr
+from scforge.data.checks import check_adata, counts_of, gene_names, names_place, sound_csr
 from scforge.data.vocab import (
     ANNOTATION,
     SPECIES,
@@ -173,11 +173,7 @@ class GeneMap:
     @property
     def measured(self) -> np.ndarray:
         """True for the vocabulary genes that are in the data, bool, shape (n_genes,)."""
-        return self.measured_of(slice(None))
-
-    def measured_of(self, columns: np.ndarray | slice) -> np.ndarray:
-        """Return True for the vocabulary genes that are in `columns` (a mask or a slice), bool, shape (n_genes,)."""
-        return np.isin(np.arange(self.n_genes), self.columns[columns])
+        return np.isin(np.arange(self.n_genes), self.columns)
 
     @cached_property
     def ascends(self) -> bool:
@@ -251,13 +247,13 @@ def _by_annotation(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> t
     if how_to_convert(kind, expected) is None:
         return columns, []
     species, target = kind.split(" ")[0], "ensembl" if expected.endswith("Ensembl ids") else "symbol"
-    found = converted_genes(names, target, species, keep_unknown=True)
-    converted = vocab.gene_indices(str(name) for name in found)
+    conversion = converted_genes(names, target, species, keep_unknown=True)
+    converted = vocab.gene_indices(str(name) for name in conversion)
     n_found = int((converted >= 0).sum())
     if n_found <= (columns >= 0).sum():
         return columns, []
     genes = set(vocab.genes)
-    lost = [name for name, ids in found.ambiguous.items() if genes.intersection(ids)]
+    lost = [name for name, ids in conversion.ambiguous.items() if genes.intersection(ids)]
     unclear = f"; names of several genes were left out: {listing(lost, most=3)}" if lost else ""
     return converted, [f"{n_found:,} {kind} were matched with {expected} using the genes of {ANNOTATION}{unclear}"]
 
@@ -268,17 +264,17 @@ def _by_dots(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[n
     if not lost:
         return columns, []
     taken = set(columns.tolist())
-    known: dict[str, dict[int, str]] = {}
+    candidates: dict[str, dict[int, str]] = {}
     for genes in (vocab.genes, vocab.symbols or ()):
         for index, gene in enumerate(genes):
             if index not in taken and _R_REPLACES.search(gene):
-                known.setdefault(_R_REPLACES.sub(".", gene), {})[index] = gene
+                candidates.setdefault(_R_REPLACES.sub(".", gene), {})[index] = gene
     dotted = Counter(_R_REPLACES.sub(".", names[row]) for row in lost)
     columns, matched = columns.copy(), []
     for row in lost:
         name, spelled = names[row], _R_REPLACES.sub(".", names[row])
-        if len(known.get(spelled, {})) == dotted[spelled] == 1:
-            ((index, gene),) = known[spelled].items()
+        if len(candidates.get(spelled, {})) == dotted[spelled] == 1:
+            ((index, gene),) = candidates[spelled].items()
             if spelled in (name, gene):  # one of them was written by R
                 columns[row] = index
                 matched.append(f"{name!r} is {gene!r}")
@@ -363,12 +359,6 @@ def how_to_convert(kind: str, expected: str) -> str | None:
     return f"convert them with scforge.data.convert_gene_ids(names, to={target!r}, species={species!r})"
 
 
-def stream_genes(stream: ChunkReader, gene_key: str | None = None) -> np.ndarray:
-    """Return the gene names of a source, str, shape (n_genes,)."""
-    with _named(stream):
-        return names_of(stream.var, gene_key)
-
-
 def check_shared(names: Sequence[tuple[str, np.ndarray]], *, what: str = "gene names") -> None:
     """Raise a GeneMismatchError if sources, given by their gene names, share too few genes with the first source.
 
@@ -389,9 +379,12 @@ def check_shared(names: Sequence[tuple[str, np.ndarray]], *, what: str = "gene n
 
 def union_vocab(streams: Sequence[ChunkReader], gene_key: str | None = None) -> GeneVocab:
     """Return a vocabulary of all genes of all sources, in order of first appearance."""
-    names = [stream_genes(stream, gene_key) for stream in streams]
-    check_shared([(stream.name, found) for stream, found in zip(streams, names, strict=True)])
-    return GeneVocab(tuple(dict.fromkeys(strip_version(name) for found in names for name in found)))
+    names = []
+    for stream in streams:
+        with _named(stream):
+            names.append((stream.name, gene_names(stream, gene_key)))
+    check_shared(names)
+    return GeneVocab(tuple(dict.fromkeys(strip_version(name) for _, genes in names for name in genes)))
 
 
 def map_streams(
@@ -406,18 +399,17 @@ def map_streams(
     Errors and warnings contain the name of the source.
     """
     check_share("min_overlap", min_overlap)
-    found = union_vocab(streams, gene_key) if vocab is None else vocab
+    genes = union_vocab(streams, gene_key) if vocab is None else vocab
     maps = []
     for stream in streams:
-        names = stream_genes(stream, gene_key)
         with _named(stream):
+            names = gene_names(stream, gene_key)
             if vocab is None:  # of several sources, one need not have most
-                mapped = GeneMap.of(names, found)
-                warn_summed(names, mapped.columns, names_place(gene_key))
+                maps.append(GeneMap.of(names, genes))
+                warn_summed(names, maps[-1].columns, names_place(gene_key))
             else:
-                mapped = map_names(names, found, min_overlap=min_overlap, var=stream.var, gene_key=gene_key)
-        maps.append(mapped)
-    return found, maps
+                maps.append(map_names(names, genes, min_overlap=min_overlap, var=stream.var, gene_key=gene_key))
+    return genes, maps
 
 
 @contextlib.contextmanager

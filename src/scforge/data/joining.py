@@ -42,8 +42,8 @@ def join_obs(streams: Sequence[ChunkReader], wanted: Sequence[str] | None) -> pd
         obs = stream.obs(None if wanted is None else list(wanted))
         check_columns(obs, stream.name)
         # What scvi-tools and an earlier conversion have added is no data.
-        known = [name for name in obs if isinstance(name, str) and not name.startswith("_scvi_")]
-        tables.append({name: _plain(obs[name]) for name in known if name not in OWN_COLUMNS})
+        own = [name for name in obs if isinstance(name, str) and not name.startswith("_scvi_")]
+        tables.append({name: _plain(obs[name]) for name in own if name not in OWN_COLUMNS})
         names.append(obs.index.astype(str))
     columns: dict[str, Any] = {}
     left_out = {name: "not in all sources" for table in tables for name in table}
@@ -64,10 +64,10 @@ def join_obs(streams: Sequence[ChunkReader], wanted: Sequence[str] | None) -> pd
         logger.info("Columns of obs left out: %s.", "; ".join(f"{name} ({why})" for name, why in left_out.items()))
     sizes = [len(part) for part in names]
     numbers = np.repeat(np.arange(len(streams)), sizes)
-    told: list[str] = []
+    labels: list[str] = []
     for number, stream in enumerate(streams):
-        told.append(f"{stream.name}-{number}" if stream.name in told else stream.name)
-    columns[SOURCE] = pd.Categorical.from_codes(numbers, categories=told)
+        labels.append(f"{stream.name}-{number}" if stream.name in labels else stream.name)
+    columns[SOURCE] = pd.Categorical.from_codes(numbers, categories=labels)
     rows = np.concatenate([np.arange(size) for size in sizes])
     return pd.DataFrame(columns, index=_unique(names[0].append(names[1:]), numbers, rows))
 
@@ -145,17 +145,3 @@ def _joined(parts: Sequence[Any]) -> Any:
     codes = [np.append(categories.get_indexer(part.categories), -1)[part.codes] for part in parts]
     ordered = all(part.ordered and part.categories.equals(parts[0].categories) for part in parts)
     return pd.Categorical.from_codes(np.concatenate(codes), categories, ordered=ordered)
-
-
-def joined_obs(streams: Sequence[ChunkReader], columns: Sequence[str] | None) -> pd.DataFrame:
-    """Return the concatenated cell tables of all sources; a single table is returned unchanged.
-
-    With several sources, the categories of each column are merged, and duplicate cell names get the number of their
-    source. ``"scforge_source"`` is the source of each cell, if it is in `columns` or `columns` is None.
-    """
-    if len(streams) == 1:
-        table = streams[0].obs(columns)
-        check_columns(table, streams[0].name)
-        return table.copy(deep=False)
-    joined = join_obs(streams, None if columns is None else [column for column in columns if column != SOURCE])
-    return joined if columns is None else joined[list(columns)]

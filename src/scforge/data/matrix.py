@@ -11,13 +11,7 @@ import numpy as np
 import zarr
 from scipy import sparse
 
-from scforge.data.checks import (
-    REPAIR,
-    boundary_problem,
-    index_problem,
-    row_sums,
-    value_problem,
-)
+from scforge.data.checks import REPAIR, boundary_problem, index_problem, row_sums, value_problem
 from scforge.data.remote import reading
 from scforge.errors import DataError
 
@@ -75,18 +69,14 @@ class Matrix:
         with reading(f"the shape of {place}", fix=REPAIR):
             n_cells, n_genes = map(int, stored.attrs.get("shape", stored.attrs.get("h5sparse_shape")))
         matrix = cls(stored, kind, (n_cells, n_genes), place)
-        matrix._check_parts()
-        return matrix
-
-    def _check_parts(self) -> None:
-        """Raise a DataError if data, indices and indptr are not 1D numeric arrays of matching lengths."""
         for name, kinds in {"data": "biuf", "indices": "iu", "indptr": "iu"}.items():
-            part = self.stored[name]
+            part = stored[name]
             if not is_array(part) or part.shape is None or len(part.shape) != 1 or part.dtype.kind not in kinds:
-                self._damaged(f"{name} is not a one-dimensional array of numbers")
-        for name, needed in {"indices": self.n_stored, "indptr": self._major_minor[0] + 1}.items():
-            if (found := self._parts[name].shape[0]) != needed:
-                self._damaged(f"{name} has {found} values, expected {needed}")
+                matrix._damaged(f"{name} is not a one-dimensional array of numbers")
+        for name, needed in {"indices": matrix.n_stored, "indptr": matrix._major_minor[0] + 1}.items():
+            if (n_values := matrix._parts[name].shape[0]) != needed:
+                matrix._damaged(f"{name} has {n_values} values, expected {needed}")
+        return matrix
 
     @cached_property
     def _parts(self) -> dict[str, Any]:
@@ -138,20 +128,17 @@ class Matrix:
             step = min(max(1, size // self.shape[1]), ROWS)
             for row in range(0, self.shape[0], step):
                 yield row, sparse.csr_matrix(_sparse_type(self._read("", row, row + step)))
-        elif self.kind == "csr":
-            yield from self._csr_chunks(size)
-        else:
+        elif self.kind == "csc":
             yield from self._csc_chunks(size)
-
-    def _csr_chunks(self, size: int) -> Iterator[tuple[int, sparse.csr_matrix]]:
-        boundaries, start = self._boundaries, 0
-        while start < self.shape[0]:
-            stop = rows_within(boundaries, start, size)
-            first, last = int(boundaries[start]), int(boundaries[stop])
-            values = _sparse_type(self._read("data", first, last))
-            parts = (values, self._indices(first, last), boundaries[start : stop + 1] - first)
-            yield start, sparse.csr_matrix(parts, shape=(stop - start, self.shape[1]))
-            start = stop
+        else:
+            boundaries, start = self._boundaries, 0
+            while start < self.shape[0]:
+                stop = rows_within(boundaries, start, size)
+                first, last = int(boundaries[start]), int(boundaries[stop])
+                values = _sparse_type(self._read("data", first, last))
+                parts = (values, self._indices(first, last), boundaries[start : stop + 1] - first)
+                yield start, sparse.csr_matrix(parts, shape=(stop - start, self.shape[1]))
+                start = stop
 
     def _csc_chunks(self, size: int) -> Iterator[tuple[int, sparse.csr_matrix]]:
         n_cells, n_genes = self.shape
@@ -177,13 +164,17 @@ class Matrix:
         filled = 0
         for first in range(0, int(self._boundaries[-1]), size):
             all_rows = self._indices(first, first + size)
-            here = np.flatnonzero((all_rows >= start) & (all_rows < stop))
-            place = slice(filled, filled + len(here))
+            chosen = np.flatnonzero((all_rows >= start) & (all_rows < stop))
+            target = slice(filled, filled + len(chosen))
             inside = np.clip(self._boundaries, first, first + len(all_rows))
             all_columns = np.repeat(np.arange(self.shape[1]), np.diff(inside))
             all_values = self._read("data", first, first + size)
-            rows[place], columns[place], values[place] = all_rows[here] - start, all_columns[here], all_values[here]
-            filled += len(here)
+            rows[target], columns[target], values[target] = (
+                all_rows[chosen] - start,
+                all_columns[chosen],
+                all_values[chosen],
+            )
+            filled += len(chosen)
         return sparse.csr_matrix((values, (rows, columns)), shape=(stop - start, self.shape[1]))
 
 

@@ -17,11 +17,8 @@ _LOWEST = 1e-5
 
 _N_BINS = int(np.ceil(np.log(TARGET_SUM / _LOWEST) / np.log(_RATIO))) + 1
 
-
-def _center(bins: np.ndarray) -> np.ndarray:
-    """Return the value in each bin that minimizes the maximum relative error."""
-    low = _LOWEST * _RATIO ** bins.astype(np.float64)
-    return 2 * low * _RATIO / (1 + _RATIO)
+_CENTERS = 2 * (_LOWEST * _RATIO ** np.arange(_N_BINS, dtype=np.float64)) * _RATIO / (1 + _RATIO)
+"""Value in each bin that minimizes the maximum relative error."""
 
 
 class StreamingMedians:
@@ -67,17 +64,14 @@ class StreamingMedians:
 
     def medians(self) -> np.ndarray:
         """Return the medians, float64, shape (n_genes,); 1 for genes that no cell expresses."""
-        parts = [_middle(self._counts[start : start + 1024]) for start in range(0, self.n_genes, 1024)]
+        parts = []
+        for start in range(0, self.n_genes, 1024):
+            below = np.cumsum(self._counts[start : start + 1024], axis=1, dtype=np.int64)
+            n = below[:, -1]
+            # Of an even number of values the median is the mean of the two in the middle, as NumPy has it.
+            low, high = ((below > ((n - shift) // 2)[:, None]).argmax(axis=1) for shift in (1, 0))
+            parts.append(np.where(n > 0, (_CENTERS[low] + _CENTERS[high]) / 2, 1.0))
         return np.concatenate(parts)
-
-
-def _middle(histogram: np.ndarray) -> np.ndarray:
-    """Return the median of each row of a histogram, shape (g, n_bins); 1 for empty rows."""
-    below = np.cumsum(histogram, axis=1, dtype=np.int64)
-    n = below[:, -1]
-    # Of an even number of values the median is the mean of the two in the middle, as NumPy has it.
-    low, high = ((below > ((n - shift) // 2)[:, None]).argmax(axis=1) for shift in (1, 0))
-    return np.where(n > 0, (_center(low) + _center(high)) / 2, 1.0)
 
 
 @numba.njit(cache=True, nogil=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,43 +33,31 @@ def parse_bytes(argument: str, value: Any) -> int:
 
 
 def available_memory() -> int | None:
-    """Return the memory in bytes that is still available to this process, or None if it is unknown."""
-    return min(_limits(), default=None)
+    """Return the memory in bytes that is still available to this process, or None if it is unknown.
 
-
-def _limits() -> Iterator[int]:
-    """Yield the memory available on the machine, and within the control groups of a container or a job."""
-    meminfo = _numbers(Path("/proc/meminfo"))
-    if "MemAvailable:" in meminfo:
-        yield meminfo["MemAvailable:"] * 1024
+    It is limited by the machine, and by the control groups of a container or a job.
+    """
+    limits = []
+    if match := re.search(r"^MemAvailable:\s+(\d+)", _text(Path("/proc/meminfo")), re.MULTILINE):
+        limits.append(int(match[1]) * 1024)
     elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        yield os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for folder in _control_groups(Path("/sys/fs/cgroup"), _text(Path("/proc/self/cgroup"))):
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    folders: list[Path] = []
+    for line in _text(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, group = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):
+            root = Path("/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup")
+            own = root / group.strip("/")
+            # Inside a container, the root itself is the group of the container.
+            folders += [own, *(parent for parent in own.parents if parent.is_relative_to(root))]
+    for folder in folders:
         for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             limit, taken = _text(folder / most).strip(), _text(folder / used).strip()
             if limit.isdigit() and taken.isdigit() and int(limit) < _UNLIMITED:
                 # What the page cache holds of files is given back when it is needed.
-                stat = _numbers(folder / "memory.stat")
-                files = stat.get("inactive_file", 0) + stat.get("active_file", 0)
-                yield max(0, int(limit) - int(taken) + files)
-
-
-def _control_groups(root: Path, described: str) -> Iterator[Path]:
-    """Yield the control group folders of this process, innermost first; inside a container, `root` is one of them."""
-    for line in described.splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        base = root / "memory" if controllers else root
-        place = base / group.strip("/")
-        yield place
-        yield from (parent for parent in place.parents if parent.is_relative_to(base))
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """Return a mapping from name to number for the lines of a system file."""
-    words = [line.split() for line in _text(path).splitlines()]
-    return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}
+                files = re.findall(r"^(?:in)?active_file (\d+)", _text(folder / "memory.stat"), re.MULTILINE)
+                limits.append(max(0, int(limit) - int(taken) + sum(map(int, files))))
+    return min(limits, default=None)
 
 
 def _text(path: Path) -> str:

@@ -5,6 +5,7 @@ Shapes: N cells, D dimensions, P pairs.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -71,9 +72,8 @@ def components_of(values: sparse.csr_matrix, n_comps: int = 50) -> tuple[np.ndar
         sizes = [(values.shape[0], dims), (values.shape[1], dims), (dims,)]
         return tuple(np.zeros(size, dtype=np.float32) for size in sizes)  # type: ignore[return-value]  # all alike
     pca = PCA(dims, svd_solver="arpack", random_state=0)
-    found = pca.fit_transform(values)
     return (
-        found.astype(np.float32),
+        pca.fit_transform(values).astype(np.float32),
         pca.components_.T.astype(np.float32),
         (pca.components_ @ pca.mean_).astype(np.float32),
     )
@@ -255,17 +255,22 @@ def mutual_neighbors(
     directions = directions_of(coordinates)
     names = np.unique(batches)
     members = {name: np.flatnonzero(batches == name) for name in names}
+    compared = list(itertools.combinations(names, 2))
+    if len(names) > _MAX_BATCHES + 1:
+        circle = np.random.default_rng(seed).permutation(names)
+        steps = range(1, _MAX_BATCHES // 2 + 1)
+        compared = [pair for step in steps for pair in zip(circle, np.roll(circle, -step), strict=True)]
     pairs = [np.zeros((0, 2), dtype=np.int64)]
     if within:
         pairs += [_mutual(directions, rows, rows, within) for rows in members.values()]
     if across:
-        pairs += [_mutual(directions, members[a], members[b], across) for a, b in _compared(names, seed)]
+        pairs += [_mutual(directions, members[a], members[b], across) for a, b in compared]
     rows, columns = np.concatenate(pairs).T
     n_cells = len(coordinates)
-    found = sparse.csr_matrix((np.ones(len(rows), dtype=bool), (rows, columns)), shape=(n_cells, n_cells))
-    found = (found + found.T).astype(bool).tocsr()
-    found.sort_indices()
-    return found
+    matrix = sparse.csr_matrix((np.ones(len(rows), dtype=bool), (rows, columns)), shape=(n_cells, n_cells))
+    matrix = (matrix + matrix.T).astype(bool).tocsr()
+    matrix.sort_indices()
+    return matrix
 
 
 def neighbors_by_label(
@@ -300,8 +305,8 @@ def neighbors_by_label(
     kept = [np.stack([rows, columns])[:, ~differ]]
     for label in np.unique(labels[labels >= 0]):
         members = np.flatnonzero(labels == label)
-        found = mutual_neighbors(coordinates[members], batches[members], across=across, within=0)
-        kept.append(members[np.stack(found.nonzero())])
+        matches = mutual_neighbors(coordinates[members], batches[members], across=across, within=0)
+        kept.append(members[np.stack(matches.nonzero())])
     rows, columns = np.concatenate(kept, axis=1)
     matrix = sparse.csr_matrix((np.ones(len(rows), dtype=bool), (rows, columns)), shape=pairs.shape)
     matrix.sort_indices()
@@ -403,9 +408,9 @@ def query_shifts(reference: np.ndarray, query: np.ndarray, *, across: int = 30) 
             counts = np.asarray(pairs.sum(axis=1)).ravel()
             if not counts.any():
                 break
-            has = counts > 0
-            differences = (pairs[has] @ fixed) / counts[has, None] - start[has]
-            weights = assigned[has]
+            matched = counts > 0
+            differences = (pairs[matched] @ fixed) / counts[matched, None] - start[matched]
+            weights = assigned[matched]
             shifts = weights.T @ differences + _QUERY_RIDGE * differences.mean(axis=0)
             shifts /= (weights.sum(axis=0) + _QUERY_RIDGE)[:, None]
             moved = start + assigned @ shifts
@@ -415,36 +420,22 @@ def query_shifts(reference: np.ndarray, query: np.ndarray, *, across: int = 30) 
 def directions_of(coordinates: np.ndarray) -> np.ndarray:
     """Return coordinates scaled to unit length, float32; a zero vector remains zero."""
     lengths = np.linalg.norm(coordinates, axis=1, keepdims=True)
-    return np.asarray(coordinates / np.maximum(lengths, 1e-12), dtype=np.float32)
-
-
-def _compared(names: np.ndarray, seed: int) -> list[tuple[int, int]]:
-    """Return the pairs of batches to compare."""
-    if len(names) <= _MAX_BATCHES + 1:
-        return [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
-    circle = np.random.default_rng(seed).permutation(names)
-    steps = range(1, _MAX_BATCHES // 2 + 1)
-    return [pair for step in steps for pair in zip(circle, np.roll(circle, -step), strict=True)]
+    return np.asarray(coordinates / np.maximum(lengths, _TINY), dtype=np.float32)
 
 
 def _mutual(directions: np.ndarray, rows: np.ndarray, others: np.ndarray, k: int) -> np.ndarray:
     """Return pairs of mutual neighbors between `rows` and `others`, which may be the same array, shape (P, 2)."""
-    same = rows is others
-    there = _nearest(directions, rows, others, k, same)
-    back = there if same else _nearest(directions, others, rows, k, same)
-    mutual = there.multiply(back.T).tocoo()
-    return np.stack([rows[mutual.row], others[mutual.col]], axis=1)
-
-
-def _nearest(directions: np.ndarray, rows: np.ndarray, others: np.ndarray, k: int, same: bool) -> sparse.csr_matrix:
-    """Return the nearest cells among `others` for each of `rows`, excluding the cell itself."""
     from sklearn.neighbors import NearestNeighbors
 
-    k = min(k, int(_SHARE * len(others)))
-    if k < 1:
-        return sparse.csr_matrix((len(rows), len(others)), dtype=bool)
-    index = NearestNeighbors(n_neighbors=k, algorithm="brute").fit(directions[others])
-    # Without query cells, each cell of the index is queried, and is not returned as its own neighbor.
-    found = index.kneighbors(None if same else directions[rows], return_distance=False)
-    indptr = np.arange(0, found.size + 1, k)
-    return sparse.csr_matrix((np.ones(found.size, dtype=bool), found.ravel(), indptr), shape=(len(rows), len(others)))
+    matrices = []
+    for cells, among in [(rows, others)] if rows is others else [(rows, others), (others, rows)]:
+        n_nearest = min(k, int(_SHARE * len(among)))
+        if n_nearest < 1:
+            return np.zeros((0, 2), dtype=np.int64)
+        index = NearestNeighbors(n_neighbors=n_nearest, algorithm="brute").fit(directions[among])
+        # Without query cells, each cell of the index is queried, and is not returned as its own neighbor.
+        nearest = index.kneighbors(None if rows is others else directions[cells], return_distance=False).ravel()
+        entries = (np.ones(nearest.size, dtype=bool), nearest, np.arange(0, nearest.size + 1, n_nearest))
+        matrices.append(sparse.csr_matrix(entries, shape=(len(cells), len(among))))
+    mutual = matrices[0].multiply(matrices[-1].T).tocoo()
+    return np.stack([rows[mutual.row], others[mutual.col]], axis=1)

@@ -19,23 +19,12 @@ from scipy import sparse
 from scforge._checks import check_known
 from scforge._io import new_h5
 from scforge._opening import check_h5
-from scforge.data.checks import (
-    check_adata,
-    check_is_adata,
-    counts_of,
-)
+from scforge.data.checks import check_adata, check_is_adata, counts_of
 from scforge.data.matrix import ENTRIES, Matrix, check_chunk, is_array, rows_within
 from scforge.data.memory import available_memory, parse_bytes
 from scforge.data.paths import STORE_KEY, check_file, is_url
 from scforge.data.remote import ZARR_METADATA, file_system, is_zarr, open_group, persistent, reading, without_query
-from scforge.errors import (
-    DataError,
-    MissingFileError,
-    OptionError,
-    listing,
-    redacted,
-    suggest,
-)
+from scforge.errors import DataError, MissingFileError, OptionError, listing, redacted, suggest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -69,10 +58,10 @@ _READERS = {
 
 def lack_of_memory(streams: Sequence[ChunkReader], memory: int | str | None = None) -> str | None:
     """Return a message if cells exceed `memory`, e.g. ``"16GB"`` (if None, half of the free memory), else None."""
-    there = available_memory() if memory is None else parse_bytes("memory", memory)
-    if there is None:
+    available = available_memory() if memory is None else parse_bytes("memory", memory)
+    if available is None:
         return None
-    most = there // 2 if memory is None else there
+    most = available // 2 if memory is None else available
     n_cells, n_entries = sum(stream.n_cells for stream in streams), sum(stream.n_entries for stream in streams)
     needed = n_entries * _ENTRY + n_cells * _CELL
     if needed <= most:
@@ -80,7 +69,7 @@ def lack_of_memory(streams: Sequence[ChunkReader], memory: int | str | None = No
     limit = "at most half of the available {} may be used" if memory is None else "the limit set by memory is {}"
     return (
         f"{n_cells:,} cells with {n_entries:,} counts need about {_size(needed)} of memory, but "
-        f"{limit.format(_size(there))}"
+        f"{limit.format(_size(available))}"
     )
 
 
@@ -327,12 +316,12 @@ class Location:
         system, path = file_system(self.address, self._options)
         with reading(repr(self.name)):
             if not self._is_zarr:
-                found = system.info(path)
-                return {"size": int(found["size"]), "mark": _mark(found)}
+                facts = system.info(path)
+                return {"size": int(facts["size"]), "mark": _mark(facts)}
             digest, size = hashlib.blake2b(digest_size=16), 0
-            for name, found in sorted(system.find(path, detail=True).items()):
-                size += int(found["size"])
-                digest.update(f"{name.removeprefix(path)}\0{found['size']}\0{_mark(found)}\n".encode())
+            for name, facts in sorted(system.find(path, detail=True).items()):
+                size += int(facts["size"])
+                digest.update(f"{name.removeprefix(path)}\0{facts['size']}\0{_mark(facts)}\n".encode())
         return {"size": size, "files": digest.hexdigest()}
 
 
@@ -398,8 +387,8 @@ class BackedStream(FileStream):
         return {**super().fingerprint(), "obs": table_digest(self._adata.obs), "var": table_digest(self._adata.var)}
 
 
-def _mark(found: Mapping[str, Any]) -> str:
-    return next((str(found[name]) for name in _MARKS if found.get(name) is not None), "")
+def _mark(facts: Mapping[str, Any]) -> str:
+    return next((str(facts[name]) for name in _MARKS if facts.get(name) is not None), "")
 
 
 class ChunkReader(Protocol):
@@ -522,14 +511,14 @@ def _expanded(place: str, options: Mapping[str, Any] | None) -> list[str]:
             return [place]
         system, path = file_system(place, options)
         with reading(repr(place)):
-            found = sorted(system.unstrip_protocol(one) for one in system.glob(path))
+            paths = sorted(system.unstrip_protocol(match) for match in system.glob(path))
     elif not glob.has_magic(place) or Path(place).exists():
         return [place]
     else:
-        found = sorted(glob.glob(place, recursive=True))  # noqa: PTH207 -- names stay relative
-    if not found:
+        paths = sorted(glob.glob(place, recursive=True))  # noqa: PTH207 -- names stay relative
+    if not paths:
         raise MissingFileError(f"no file matches the pattern {place!r}; check the folder and the file extension.")
-    return found
+    return paths
 
 
 def _place(place: str, modality: str | None, options: Mapping[str, Any] | None) -> Location:

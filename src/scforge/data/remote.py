@@ -94,10 +94,10 @@ def refusal(error: BaseException) -> tuple[int, str] | None:
 
     For most of these errors, fsspec raises a FileNotFoundError, whose cause is the original error.
     """
-    found: BaseException | None = error
-    while found is not None and _status(found) is None:
-        found = found.__cause__
-    status = 404 if found is None else found.status  # type: ignore[attr-defined]
+    cause: BaseException | None = error
+    while cause is not None and _status(cause) is None:
+        cause = cause.__cause__
+    status = 404 if cause is None else cause.status  # type: ignore[attr-defined]
     if status in (404, 410):
         return None
     if status < 400:
@@ -163,7 +163,7 @@ def remote_file_system(
     with reading(repr(url)):
         try:
             options = _with_limits(scheme, dict(storage_options or {}))
-            found = url_to_fs(url, **options, asynchronous=asynchronous)
+            opened = url_to_fs(url, **options, asynchronous=asynchronous)
         except ImportError as error:
             raise OptionError(
                 f"{url!r} needs a package that is not installed ({first_line(error)}); "
@@ -173,7 +173,7 @@ def remote_file_system(
             what = "used with these storage_options" if storage_options else "opened"
             problem = f"{url!r} cannot be {what}: {first_line(error)}."
             raise OptionError(problem) from safe_cause(error)
-    return found
+    return opened
 
 
 def _with_limits(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -219,10 +219,10 @@ def persistent(file: Any, what: str) -> Any:
     fetch = blocks.fetcher
 
     def whole(start: int, stop: int) -> bytes:
-        found = fetch(start, stop)
-        if len(found) < (wanted := min(stop, blocks.size) - start):
-            raise OSError(f"{wanted:,} bytes were requested, but only {len(found):,} were received")
-        return found
+        content = fetch(start, stop)
+        if len(content) < (wanted := min(stop, blocks.size) - start):
+            raise OSError(f"{wanted:,} bytes were requested, but only {len(content):,} were received")
+        return content
 
     def again(start: int, stop: int) -> bytes:
         # h5py holds its lock meanwhile: a thread that collects garbage of h5py would wait for it, and be waited for.
@@ -367,15 +367,15 @@ def _codecs(node: Any) -> Iterator[str]:
     if not isinstance(node, dict):
         return
     for key in ("codecs", "index_codecs", "filters", "compressor"):
-        found = node.get(key) or []
-        for codec in found if isinstance(found, list) else [found]:
+        listed = node.get(key) or []
+        for codec in listed if isinstance(listed, list) else [listed]:
             named = codec if isinstance(codec, dict) else {"id": codec}
             yield from (str(named[name]) for name in ("id", "name") if name in named)
             yield from _codecs(named.get("configuration"))
     consolidated = node.get("consolidated_metadata") or {}
     for below in (node.get("metadata"), consolidated.get("metadata")):
-        for one in below.values() if isinstance(below, dict) else ():
-            yield from _codecs(one)
+        for descendant in below.values() if isinstance(below, dict) else ():
+            yield from _codecs(descendant)
 
 
 def file_system(place: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:

@@ -95,13 +95,6 @@ class Window:
             yield self.rows[start:end]
             start = end
 
-    def after(self, n_batches: int) -> Window:
-        """Return this window without its first `n_batches` batches; it must contain more batches than that."""
-        if n_batches == 0:
-            return self
-        start = int(self.ends[n_batches - 1])
-        return Window(self.rows[start:], self.ends[n_batches:] - start, self.draw)
-
 
 def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Concatenate ranges of integers that begin at `starts` and contain `sizes` integers each.
@@ -270,38 +263,6 @@ def _inverse(
     return np.searchsorted(cumulated, targets[np.argsort(rough, kind="stable")], side="right")
 
 
-_Sequence = Callable[[int, int], np.ndarray]
-"""Function from a range of the epoch's sequence to the cell indices in that range, from 0 to n - 1, int64."""
-
-
-def _sequence(order: CellOrder, epoch: int) -> _Sequence:
-    """Return the sequence of cells for an epoch."""
-    n = len(order.rows)
-    if not order.shuffle:
-        fixed = order.fixed_order
-        if fixed is None:
-            return lambda start, stop: np.arange(start, stop)
-        return lambda start, stop: fixed[start:stop].astype(np.int64)
-    generator = np.random.default_rng([order.seed, epoch, _SEQUENCE])
-    if order.chunk_size > 1:
-        return _ChunkSequence(order, generator, epoch)
-    if order.balance is not None:
-        cumulated = np.cumsum(order.balance.weights(slice(None), epoch=epoch))
-
-        def draws(start: int, stop: int) -> np.ndarray:
-            shares = _uniform(np.arange(start, stop), order.seed, epoch)
-            return _inverse(cumulated, 0.0, cumulated[-1], shares)
-
-        return draws
-    permutation = np.arange(n, dtype=_index_type(n))
-    generator.shuffle(permutation)
-    return lambda start, stop: permutation[start:stop].astype(np.int64)
-
-
-def _index_type(n: int) -> type[np.unsignedinteger]:
-    return np.uint32 if n < 2**32 else np.uint64
-
-
 class _ChunkSequence:
     """The cells of chunks in random order, or draws from chunks that are distributed like draws from all cells.
 
@@ -318,7 +279,12 @@ class _ChunkSequence:
         self._sizes = np.diff(self._bounds)
         chunks = generator.permutation(len(self._sizes))
         if order.balance is not None:
-            sums = self._chunk_sums(order.balance)
+            sums = np.empty(len(self._sizes))
+            step = max(1, _PIECE // max(1, len(order.balance) // len(sums)))
+            for first in range(0, len(sums), step):
+                bounds = self._bounds[first : first + step + 1]
+                weights = order.balance.weights(slice(bounds[0], bounds[-1]), epoch=epoch)
+                sums[first : first + step] = np.add.reduceat(weights, bounds[:-1] - bounds[0])
             self._sizes = np.zeros(len(sums), dtype=np.int64)
             # NumPy gives the last one what rounding leaves over: a chunk of weight zero must not be there.
             possible = np.flatnonzero(sums)
@@ -329,15 +295,6 @@ class _ChunkSequence:
         self._ends = np.cumsum(self._sizes[chunks])
         self._first_draw = np.cumsum(self._sizes) - self._sizes
 
-    def _chunk_sums(self, balance: Balance) -> np.ndarray:
-        sums = np.empty(len(self._bounds) - 1)
-        step = max(1, _PIECE // max(1, len(balance) // len(sums)))
-        for first in range(0, len(sums), step):
-            bounds = self._bounds[first : first + step + 1]
-            weights = balance.weights(slice(bounds[0], bounds[-1]), epoch=self._epoch)
-            sums[first : first + step] = np.add.reduceat(weights, bounds[:-1] - bounds[0])
-        return sums
-
     def __call__(self, start: int, stop: int) -> np.ndarray:
         first = np.searchsorted(self._ends, start, side="right")
         last = np.searchsorted(self._ends, stop, side="left") + 1
@@ -345,16 +302,13 @@ class _ChunkSequence:
         starts = ends - self._sizes[chunks]
         skipped = np.maximum(start - starts, 0)
         sizes = np.minimum(ends, stop) - starts - skipped
-        if self._balance is not None:
-            return self._drawn(self._balance, chunks, skipped, sizes)
-        return ranges(self._bounds[chunks] + skipped, sizes)
-
-    def _drawn(self, balance: Balance, chunks: np.ndarray, skipped: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Return the cells of `sizes` draws from each of `chunks`, after the first `skipped` draws of the chunk."""
+        if self._balance is None:
+            return ranges(self._bounds[chunks] + skipped, sizes)
+        # `sizes` draws from each chunk, after its first `skipped` draws.
         n_cells = np.diff(self._bounds)[chunks]
         cells = ranges(self._bounds[chunks], n_cells)
         ends = np.cumsum(n_cells)
-        weights = balance.weights(cells, epoch=self._epoch)
+        weights = self._balance.weights(cells, epoch=self._epoch)
         # Each chunk sums to 1: the cumulated sum of many chunks would lose the digits of light ones.
         weights /= np.repeat(np.add.reduceat(weights, ends - n_cells), n_cells)
         cumulated = np.cumsum(weights)
@@ -368,23 +322,56 @@ class EpochPlan:
     """The windows of one epoch, divided into batches, or kept whole if batches are packed by tokens."""
 
     def __init__(self, order: CellOrder, epoch: int) -> None:
-        self._order = order
-        self._cells_at = _sequence(order, epoch)
+        self._order, self.epoch = order, epoch
         self._packed: dict[int, int] = {}
-        self.epoch = epoch
+        # From a range of the epoch's sequence to the cell indices in that range, int64.
+        self._cells_at: Callable[[int, int], np.ndarray]
+        generator = np.random.default_rng([order.seed, epoch, _SEQUENCE])
+        if not order.shuffle:
+            fixed = order.fixed_order
+            self._cells_at = np.arange if fixed is None else lambda start, stop: fixed[start:stop].astype(np.int64)
+        elif order.chunk_size > 1:
+            self._cells_at = _ChunkSequence(order, generator, epoch)
+        elif order.balance is not None:
+            cumulated = np.cumsum(order.balance.weights(slice(None), epoch=epoch))
+            self._cells_at = lambda start, stop: _inverse(
+                cumulated, 0.0, cumulated[-1], _uniform(np.arange(start, stop), order.seed, epoch)
+            )
+        else:
+            permutation = np.arange(len(order.rows), dtype=order.index_type)
+            generator.shuffle(permutation)
+            self._cells_at = lambda start, stop: permutation[start:stop].astype(np.int64)
 
-    def n_batches(self) -> int:
-        """Return the number of batches on each rank."""
-        return sum(map(self._n_batches_of, range(self._order.n_windows)))
-
-    def windows(self, start: int) -> Iterator[Window]:
-        """Yield the windows of this rank, starting at batch `start`."""
-        first = 0
-        for number in range(self._order.n_windows):
-            n_batches = self._n_batches_of(number)
-            if first + n_batches > start:
-                yield self._window(number).after(max(0, start - first))
-            first += n_batches
+    def windows(self, first_batch: int) -> Iterator[Window]:
+        """Yield the windows of this rank, without the batches before `first_batch`."""
+        order = self._order
+        for number in range(order.n_windows):
+            n_batches = self.n_batches_of(number)
+            n_skipped, first_batch = min(first_batch, n_batches), max(0, first_batch - n_batches)
+            if n_skipped == n_batches:
+                continue
+            pieces = self._ends(number, order.rank)
+            start, stop = int(pieces[0]), int(pieces[-1])
+            cells = self._cells_at(start, stop)
+            generator = np.random.default_rng([order.seed, self.epoch, _WINDOW, start])
+            if order.shuffle:
+                cells = cells[generator.permutation(len(cells))]
+            ends = pieces[1:] - start
+            if order.lengths is not None:
+                lengths = order.lengths[cells]
+                by = _by_length(lengths)
+                cells = cells[by]
+                if order.max_tokens_per_batch is not None:
+                    packed = cut_by_tokens(lengths[by], order.max_tokens_per_batch, order.batch_size)
+                    ends = split_largest(packed, n_batches)
+                if order.shuffle:
+                    # Batches come in random order.
+                    batches = generator.permutation(len(ends))
+                    sizes = np.diff(ends, prepend=0)
+                    cells = cells[ranges((ends - sizes)[batches], sizes[batches])]
+                    ends = np.cumsum(sizes[batches])
+            skipped = int(ends[n_skipped - 1]) if n_skipped else 0
+            yield Window(order.rows[cells[skipped:]], ends[n_skipped:] - skipped, self.epoch)
 
     def _ends(self, number: int, rank: int) -> np.ndarray:
         """Return where the first piece of a rank's window starts in the sequence, and where each piece ends."""
@@ -395,7 +382,7 @@ class EpochPlan:
         # Where there are too few cells, the last pieces are smaller, but none is empty.
         return start + np.minimum(pieces * order.piece_cells, stop - start - (order.n_pieces - pieces))
 
-    def _n_batches_of(self, number: int) -> int:
+    def n_batches_of(self, number: int) -> int:
         """Return the number of batches in a window; if packed by tokens, the maximum over all ranks."""
         order = self._order
         if order.max_tokens_per_batch is None:
@@ -415,30 +402,6 @@ class EpochPlan:
             # Passes in other threads may find it out, too: they write the same.
             self._packed[number] = most
         return self._packed[number]
-
-    def _window(self, number: int) -> Window:
-        order = self._order
-        pieces = self._ends(number, order.rank)
-        start, stop = int(pieces[0]), int(pieces[-1])
-        cells = self._cells_at(start, stop)
-        generator = np.random.default_rng([order.seed, self.epoch, _WINDOW, start])
-        if order.shuffle:
-            cells = cells[generator.permutation(len(cells))]
-        ends = pieces[1:] - start
-        if order.lengths is not None:
-            lengths = order.lengths[cells]
-            by = _by_length(lengths)
-            cells = cells[by]
-            if order.max_tokens_per_batch is not None:
-                packed = cut_by_tokens(lengths[by], order.max_tokens_per_batch, order.batch_size)
-                ends = split_largest(packed, self._n_batches_of(number))
-            if order.shuffle:
-                # Batches come in random order.
-                batches = generator.permutation(len(ends))
-                sizes = np.diff(ends, prepend=0)
-                cells = cells[ranges((ends - sizes)[batches], sizes[batches])]
-                ends = np.cumsum(sizes[batches])
-        return Window(order.rows[cells], ends, self.epoch)
 
 
 def _share_of(n_cells: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -521,55 +484,51 @@ class CellOrder:
         if not len(rows):
             raise OptionError("rows is empty; pass at least one position.")
         self.rows = np.ascontiguousarray(rows, dtype=np.int64)
-        if shuffle and not self._ascends():
+        pieces = (self.rows[start : start + _PIECE + 1] for start in range(0, len(rows) - 1, _PIECE))
+        if shuffle and not all((piece[1:] > piece[:-1]).all() for piece in pieces):
             raise OptionError(
                 "rows is not in ascending order or contains duplicates; to shuffle the cells, pass numpy.unique(rows)."
             )
+        self.index_type = np.uint32 if len(rows) < 2**32 else np.uint64
         self.lengths = None if lengths is None else np.asarray(lengths)
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
-        self._check_batches()
         self.chunk_size = int(chunk_size)
         self.shuffle = shuffle
-        self.seed = check_seed(seed)
         self.first_epoch = first_epoch
         self.rank = int(rank)
         self.world_size = int(world_size)
         self.balance = balance
         self._cut(window_cells)
+        self.seed = check_seed(seed)
         self.epoch = 0
         self.position = 0
         self._loaded: tuple[int, int] | None = None
         self._planned: EpochPlan | None = None
         self.set_epoch(0)
 
-    def _ascends(self) -> bool:
-        starts = range(0, len(self.rows) - 1, _PIECE)
-        pieces = (self.rows[start : start + _PIECE + 1] for start in starts)
-        return all((piece[1:] > piece[:-1]).all() for piece in pieces)
-
-    def _check_batches(self) -> None:
-        budget = self.max_tokens_per_batch
-        if budget is None or self.batch_size is not None:
-            check_count("batch_size", self.batch_size, "cells")
-        if budget is None:
-            return
-        if self.lengths is None:
-            raise OptionError(f"max_tokens_per_batch={budget} requires lengths, the number of tokens of each cell.")
-        if (longest := int(self.lengths.max())) > budget:
-            raise OptionError(
-                f"max_tokens_per_batch={budget} is too small for a cell with {longest} tokens; pass at least {longest}."
-            )
-
     def _cut(self, window_cells: int | None) -> None:
         """Set how the parts of the ranks are cut into pieces in every epoch, see :class:`EpochPlan`."""
+        size, budget = self.batch_size, self.max_tokens_per_batch
+        if budget is None or size is not None:
+            size = check_count("batch_size", size, "cells")
+        if budget is not None:
+            if self.lengths is None:
+                raise OptionError(f"max_tokens_per_batch={budget} requires lengths, the number of tokens of each cell.")
+            if (longest := int(self.lengths.max())) > budget:
+                raise OptionError(
+                    f"max_tokens_per_batch={budget} is too small for a cell with {longest} tokens; pass at least "
+                    f"{longest}."
+                )
+            fit = int(budget // max(1.0, float(self.lengths.mean())))  # an estimate
+            size = fit if size is None else min(fit, size)
+        assert size is not None
         n, world_size = len(self.rows), self.world_size
         least, most = n // world_size, -(-n // world_size)
         if least == 0:
             raise OptionError(
                 f"rows has {n} cells, which are too few for world_size={world_size}; use more cells or fewer ranks."
             )
-        size = self._typical_batch()
         n_batches = -(-most // size)
         if window_cells is not None:
             n_together = max(1, (window_cells + size // 2) // size)
@@ -579,26 +538,14 @@ class CellOrder:
                 n_together = min(n_together, max(1, n_batches // _MIN_WINDOWS))
         self.window_cells = n_together * size
         self.piece_cells, self.n_pieces, self.pieces_per_window = size, n_batches, n_together
-        if self.max_tokens_per_batch is not None:
+        if budget is not None:
             # A window of one cell would leave none to a rank that has one cell fewer.
             self.window_cells = max(2, window_cells or self.window_cells)
-            self.piece_cells, self.n_pieces, self.pieces_per_window = (
-                self.window_cells,
-                -(-most // self.window_cells),
-                1,
-            )
+            self.piece_cells, self.pieces_per_window = self.window_cells, 1
+            self.n_pieces = -(-most // self.window_cells)
         elif n_batches > least:
             raise OptionError(f"batch_size=1 cannot be divided among world_size={world_size} ranks; raise batch_size.")
         self.n_windows = -(-self.n_pieces // self.pieces_per_window)
-
-    def _typical_batch(self) -> int:
-        """Return the number of cells per batch, which is an estimate if batches are packed by tokens."""
-        if self.max_tokens_per_batch is None:
-            assert self.batch_size is not None
-            return self.batch_size
-        assert self.lengths is not None
-        fit = int(self.max_tokens_per_batch // max(1.0, float(self.lengths.mean())))
-        return fit if self.batch_size is None else min(fit, self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass; the position is kept if this epoch was loaded.
@@ -613,7 +560,7 @@ class CellOrder:
 
     def __len__(self) -> int:
         """Return the number of batches of the current epoch, the same on every rank."""
-        return self._plan().n_batches()
+        return sum(map(self._plan().n_batches_of, range(self.n_windows)))
 
     def windows(self) -> Iterator[Window]:
         """Return the windows of this rank in the current epoch.
@@ -680,7 +627,7 @@ class CellOrder:
         """Order of the cells without `shuffle`, sorted by length on each rank; None if it is the order of `rows`."""
         if self.chunk_size > 1 or self.lengths is None:
             return None
-        order = np.empty(len(self.rows), dtype=_index_type(len(self.rows)))
+        order = np.empty(len(self.rows), dtype=self.index_type)
         for rank in range(self.world_size):
             start, stop = _share_of(len(self.rows), rank, self.world_size)
             order[start:stop] = _by_length(self.lengths[start:stop]) + start

@@ -24,8 +24,8 @@ from scforge.data.checks import (
     REPAIR,
     check_adata,
     compressed_problem,
+    gene_names,
     listed_columns,
-    names_of,
     names_place,
     row_sums,
     value_problem,
@@ -46,7 +46,7 @@ from scforge.data.genes import (
     warn_counts_outside,
     warn_empty,
 )
-from scforge.data.joining import joined_obs
+from scforge.data.joining import SOURCE, check_columns, join_obs
 from scforge.data.matrix import Matrix
 from scforge.data.paths import check_file, is_unfinished, is_url
 from scforge.data.readers import (
@@ -61,17 +61,9 @@ from scforge.data.readers import (
 )
 from scforge.data.remote import is_collection, open_group, reading
 from scforge.data.vocab import OTHER_NAMES, GeneVocab, list_vocabs, open_vocab, recognize_ids
-from scforge.errors import (
-    DataError,
-    GeneMismatchError,
-    OptionError,
-    ScforgeWarning,
-    listing,
-    redacted,
-)
+from scforge.errors import DataError, GeneMismatchError, OptionError, ScforgeWarning, listing, redacted
 
 if TYPE_CHECKING:
-    import pandas as pd
     from anndata import AnnData
 
     from scforge.data.readers import ChunkReader
@@ -89,7 +81,12 @@ def _in_memory(
     streams: Sequence[ChunkReader], maps: Sequence[GeneMap], vocab: GeneVocab, columns: Sequence[str] | None
 ) -> CellSource:
     """Read sources into memory one after another; only pieces of files are held with all genes."""
-    table = joined_obs(streams, columns)
+    if len(streams) == 1:
+        table = streams[0].obs(columns).copy(deep=False)
+        check_columns(table, streams[0].name)
+    else:
+        table = join_obs(streams, None if columns is None else [column for column in columns if column != SOURCE])
+        table = table if columns is None else table[list(columns)]
     if len(streams) == 1 and isinstance(streams[0], AdataStream):  # as a whole, which is faster
         counts, totals = maps[0].apply(streams[0].counts), row_sums(streams[0].counts)
     else:
@@ -176,16 +173,18 @@ def _is_fresh(path: Path, streams: Sequence[ChunkReader], options: Mapping[str, 
 
     info = StoreInfo.read(path)  # or raise, as it is not a store
     # The same folder may be named from elsewhere; what is in a file is compared by its fingerprint.
-    stored = [one["name"].rstrip("/").rpartition("/")[2] for one in info.sources]
+    stored = [source["name"].rstrip("/").rpartition("/")[2] for source in info.sources]
     given = [stream.name.rstrip("/").rpartition("/")[2] for stream in streams]
-    made = {name: info.options.get(name) for name in options}
+    stored_options = {name: info.options.get(name) for name in options}
     if stored != given:
         problem = f"is a store of {listing(stored)}, not of {listing(given)}"
-    elif different := [name for name in options if made[name] != options[name]]:
+    elif different := [name for name in options if stored_options[name] != options[name]]:
         name = different[0]
-        problem = f"was converted with {name}={made[name]!r}, not {options[name]!r}"
+        problem = f"was converted with {name}={stored_options[name]!r}, not {options[name]!r}"
     else:
-        fingerprints = [{key: value for key, value in one.items() if key not in _OF_STORE} for one in info.sources]
+        fingerprints = [
+            {key: value for key, value in source.items() if key not in _OF_STORE} for source in info.sources
+        ]
         if fingerprints != [stream.fingerprint() for stream in streams]:
             return False
         if read_vocab(open_group(path)).genes == union_vocab(streams, options["gene_key"]).genes:
@@ -281,9 +280,13 @@ def open_cells(
     columns = listed_columns(obs)
     wanted = None if vocab is None else open_vocab(vocab)
     on_disk: dict[str, Any] = {"obs": columns, "min_overlap": min_overlap}
-    if place := _store(source, storage_options):
-        _check_unused(f"the store {place!r}", layer=layer, gene_key=gene_key, modality=modality)
-        return _open_store(place, wanted, storage_options, on_disk)
+    place = source[0] if isinstance(source, list | tuple) and len(source) == 1 else source
+    if isinstance(place, str | os.PathLike):
+        place = os.fspath(place)
+        unfinished = not is_url(place) and is_unfinished(place)
+        if unfinished or is_collection(place, storage_options):
+            _check_unused(f"the store {place!r}", layer=layer, gene_key=gene_key, modality=modality)
+            return _open_store(place, wanted, storage_options, on_disk)
     if is_query(source):
         _check_unused("the query", obs=obs, layer=layer, gene_key=gene_key, modality=modality)
         streams = source.streams(wanted)
@@ -295,30 +298,19 @@ def open_cells(
     if cache is not None:
         store = convert_once(source, streams, cache, obs=columns, storage_options=storage_options, **options)
         return _open_store(store, wanted, None, on_disk)
-    found, maps = map_streams(streams, wanted, gene_key=gene_key, min_overlap=min_overlap)
+    genes, maps = map_streams(streams, wanted, gene_key=gene_key, min_overlap=min_overlap)
     in_memory = len(streams) == 1 and isinstance(streams[0], AdataStream)
     if not in_memory and (lack := lack_of_memory(streams, memory)):
         raise DataError(
             f"{lack}; read the cells from disk: run scforge convert SOURCE -o store.zarr once and open store.zarr, or "
             'pass cache="store.zarr", which does both.'
         )
-    cells = _in_memory(streams, maps, found, columns)
+    cells = _in_memory(streams, maps, genes, columns)
     if not in_memory:
-        logger.info("Read into memory: %s cells of %s.", f"{len(cells):,}", listing(one.name for one in streams))
+        logger.info("Read into memory: %s cells of %s.", f"{len(cells):,}", listing(stream.name for stream in streams))
     warn_empty(cells.n_expressed)
-    warn_counts_outside(cells.counts_kept, found)
+    warn_counts_outside(cells.counts_kept, genes)
     return cells
-
-
-def _store(source: Any, options: Mapping[str, Any] | None) -> str | None:
-    """Return the path or URL of a store, even if it is incomplete; None for other sources."""
-    if isinstance(source, list | tuple) and len(source) == 1:
-        (source,) = source
-    if not isinstance(source, str | os.PathLike):
-        return None
-    place = os.fspath(source)
-    unfinished = not is_url(place) and is_unfinished(place)
-    return place if unfinished or is_collection(place, options) else None
 
 
 def _open_store(
@@ -557,11 +549,11 @@ def inspect_h5ad(
     check_format(Path(path))
     with reading(repr(os.fspath(path)), fix="write the file again"), Location(os.fspath(path)).open() as opened:
         obs, var, matrix = opened.obs, opened.var, opened.matrix(layer)
-        names = names_of(var, gene_key)
+        names = gene_names(opened, gene_key)
         sums, empty, counts = _counts(opened, matrix, layer)
     candidates = [open_vocab(name) for name in list_vocabs()] if given is None else [given]
-    maps = {one: GeneMap.of(names, one) for one in candidates}
-    taken = max(candidates, key=lambda one: (np.count_nonzero(maps[one].columns >= 0), -one.n_genes))
+    maps = {candidate: GeneMap.of(names, candidate) for candidate in candidates}
+    taken = max(candidates, key=lambda candidate: (np.count_nonzero(maps[candidate].columns >= 0), -candidate.n_genes))
     best = overlap_report(names, sums, taken, maps[taken], where=names_place(gene_key), n_top=n_top)
     others = {
         names_place(key): f"{kind} ({GeneMap.of(column, taken).n_matched:,} in the vocabulary)"
@@ -573,7 +565,14 @@ def inspect_h5ad(
         n_missing = int(obs[key].isna().sum())
         missing = f", {n_missing:,} cells without a value" if n_missing else ""
         obs_columns[str(key)] = f"{obs[key].nunique():,} values{missing}"
-    mismatch = None if given is None else _mismatch(names, given, var, gene_key)
+    mismatch = None
+    if given is not None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ScforgeWarning)  # the report says as much
+                map_names(names, given, var=var, gene_key=gene_key)
+        except GeneMismatchError as error:
+            mismatch = str(error)
     return Inspection(
         os.fspath(path),
         *matrix.shape,
@@ -588,19 +587,9 @@ def inspect_h5ad(
     )
 
 
-def _mismatch(names: np.ndarray, vocab: GeneVocab, var: pd.DataFrame, gene_key: str | None) -> str | None:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ScforgeWarning)  # the report says as much
-            map_names(names, vocab, var=var, gene_key=gene_key)
-    except GeneMismatchError as error:
-        return str(error)
-    return None
-
-
 def _counts(opened: StoredAdata, matrix: Matrix, layer: str | None) -> tuple[np.ndarray | None, int | None, str]:
     """Return the column sums, the number of empty cells, and a sentence on which matrix contains counts."""
-    places = {"X": "X", **{f"layers/{one}": f"layers[{one!r}]" for one in opened.layers}, "raw/X": "raw"}
+    places = {"X": "X", **{f"layers/{name}": f"layers[{name!r}]" for name in opened.layers}, "raw/X": "raw"}
     asked = "X" if layer is None else f"layers/{layer}"
     sums, empty, problem = _summary(matrix)
     if problem is None:

@@ -68,26 +68,22 @@ def split_cells(
         rows = rows.astype(np.int64)
     codes, names = (None, None) if groups is None else _codes(groups, n_cells, rows)
     if codes is None or names is None or validation_size == 0:
-        train, validation = _split_by_cell(n_cells if rows is None else len(rows), validation_size, seed)
+        n = n_cells if rows is None else len(rows)
+        n_validation = round(n * validation_size)
+        if validation_size > 0 and n_validation == 0 and n > 1:
+            n_validation = 1
+        if n_validation >= n:
+            raise OptionError(
+                f"validation_size={validation_size} leaves none of the {n} cells for training; reduce validation_size."
+            )
+        order = np.random.default_rng(seed).permutation(n)
+        train, validation = np.sort(order[n_validation:]), np.sort(order[:n_validation])
     else:
         if len(names) < 2:
             raise DataError(f"groups contains only one group, {str(names[0])!r}; use two or more, or split by cell.")
         held_out = _hold_out(np.bincount(codes), validation_size, seed)
         train, validation = np.flatnonzero(~held_out[codes]), np.flatnonzero(held_out[codes])
     return (train, validation) if rows is None else (rows[train], rows[validation])
-
-
-def _split_by_cell(n_cells: int, validation_size: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    n_validation = round(n_cells * validation_size)
-    if validation_size > 0 and n_validation == 0 and n_cells > 1:
-        n_validation = 1
-    if n_validation >= n_cells:
-        raise OptionError(
-            f"validation_size={validation_size} leaves none of the {n_cells} cells for training; reduce "
-            "validation_size."
-        )
-    order = np.random.default_rng(seed).permutation(n_cells)
-    return np.sort(order[n_validation:]), np.sort(order[:n_validation])
 
 
 def _codes(groups: Any, n_cells: int, rows: np.ndarray | None) -> tuple[np.ndarray, Any]:

@@ -95,14 +95,18 @@ def select_genes(
     check_obs_column(adata, batch_key, argument="batch_key")
     # Library sizes are those of all genes, also of those that are left out.
     totals = row_sums(counts)
-    genes, columns = _distinct(names, within)
+    # Genes are names without version or, with `within`, indices into it, in the order of their first column.
+    keys = np.array([strip_version(name) for name in names]) if within is None else GeneMap.of(names, within).columns
+    known = np.ones(len(names), dtype=bool) if within is None else keys >= 0
+    columns = np.full(len(names), -1, dtype=np.int64)
+    columns[known], genes = pd.factorize(keys[known])
     if len(genes) < len(names):
         warn_summed(names, columns, names_place(gene_key))
         counts = sum_columns(counts, columns, len(genes))
     kept = np.array([], dtype=np.int64)
     if len(keep_genes):
-        there = GeneVocab.from_genes([str(gene) for gene in genes]) if within is None else within.subset(genes)
-        kept = kept_genes(keep_genes, there, "adata" if within is None else f"both adata and {within.release!r}")
+        available = GeneVocab.from_genes([str(gene) for gene in genes]) if within is None else within.subset(genes)
+        kept = kept_genes(keep_genes, available, "adata" if within is None else f"both adata and {within.release!r}")
     batches = None if batch_key is None else texts_of(adata.obs[batch_key], key=batch_key, argument="batch_key")
     chosen = _chosen(counts, totals, min_cells, n_top_genes, batches, kept)
     if within is None:
@@ -126,18 +130,6 @@ def variable_genes(
 def _part_of(vocab: GeneVocab, genes: np.ndarray) -> GeneVocab:
     release = vocab.release if vocab.chosen_from_data else f"{vocab.release}, {FROM_DATA}"
     return replace(vocab.subset(genes), release=release)
-
-
-def _distinct(names: np.ndarray, within: GeneVocab | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the genes in the order of their first column, and the gene position of each column (-1 if unknown).
-
-    Genes are names without version or, if `within` is given, indices into this vocabulary.
-    """
-    keys = np.array([strip_version(name) for name in names]) if within is None else GeneMap.of(names, within).columns
-    known = np.ones(len(names), dtype=bool) if within is None else keys >= 0
-    columns = np.full(len(names), -1, dtype=np.int64)
-    columns[known], genes = pd.factorize(keys[known])
-    return genes, columns
 
 
 def _chosen(
@@ -193,8 +185,8 @@ def _by_variability(
     scores = [_normalized_dispersions(values[rows]) for rows in groups if len(rows) > 1] or [np.zeros(len(candidates))]
     n_batches = np.zeros(len(candidates))
     for score in scores:
-        found = np.flatnonzero(score > -np.inf)  # not of genes that no cell of the batch expresses
-        n_batches[found[np.argsort(-score[found], kind="stable")[:n_top_genes]]] += 1
+        expressed = np.flatnonzero(score > -np.inf)  # not of genes that no cell of the batch expresses
+        n_batches[expressed[np.argsort(-score[expressed], kind="stable")[:n_top_genes]]] += 1
     return np.lexsort((-np.mean([np.nan_to_num(score, nan=0.0, neginf=-1e6) for score in scores], axis=0), -n_batches))
 
 
@@ -205,29 +197,29 @@ def _normalized_dispersions(values: sparse.csr_matrix) -> np.ndarray:
     n_cells, n_genes = values.shape
     scores = np.full(n_genes, np.nan)
     mean, variance = mean_variance_axis(values, axis=0)
-    found = np.flatnonzero(mean > 0)
-    mean, variance = mean[found], variance[found] * n_cells / (n_cells - 1)
+    expressed = np.flatnonzero(mean > 0)
+    mean, variance = mean[expressed], variance[expressed] * n_cells / (n_cells - 1)
     dispersions = pd.Series(np.log(np.where(variance > 0, variance / mean, np.nan)))
     bins = pd.cut(np.log1p(mean), _BINS, labels=False)
     n_above = np.bincount(bins, minlength=_BINS)[::-1].cumsum()[::-1]
-    last = np.flatnonzero(n_above >= min(_MIN_OF_BIN, len(found)))[-1]
+    last = np.flatnonzero(n_above >= min(_MIN_OF_BIN, len(expressed)))[-1]
     of_bin = dispersions.groupby(np.minimum(bins, last))
     normalized = ((dispersions - of_bin.transform("mean")) / of_bin.transform("std")).fillna(1.0)
-    scores[found] = np.where(dispersions.isna(), -np.inf, normalized)  # last, what is the same in all cells
+    scores[expressed] = np.where(dispersions.isna(), -np.inf, normalized)  # last, what is the same in all cells
     return scores
 
 
 def kept_genes(names: Iterable[str], vocab: GeneVocab, what: str) -> np.ndarray:
     """Return the indices of genes to keep regardless of their variability, in ascending order."""
     listed = listed_names("keep_genes", names)
-    found = GeneMap.of(listed, vocab).columns
-    if unknown := [name for name, index in zip(listed, found, strict=True) if index < 0]:
-        known = [*vocab.genes, *(vocab.symbols or ())]
+    indices = GeneMap.of(listed, vocab).columns
+    if unknown := [name for name, index in zip(listed, indices, strict=True) if index < 0]:
+        all_names = [*vocab.genes, *(vocab.symbols or ())]
         raise OptionError(
             f"keep_genes contains {listing(unknown)}, but only genes of {what} can be kept"
-            f"{did_you_mean(unknown[0], known) or '; remove the others.'}"
+            f"{did_you_mean(unknown[0], all_names) or '; remove the others.'}"
         )
-    return np.unique(found)
+    return np.unique(indices)
 
 
 def gene_medians(counts: sparse.csr_matrix, totals: np.ndarray) -> np.ndarray:
@@ -345,11 +337,11 @@ def _entropies(blocks: Iterable[CellBlock], n_genes: int) -> np.ndarray:
         both += added
         n_cells += len(block)
     sums, products = both
-    there = sums > 0
+    detected = sums > 0
     entropies = np.ones(n_genes)
     # In nats; a single cell has none, whatever it is divided by.
-    nats = np.log(sums[there]) - products[there] / sums[there]
-    entropies[there] = np.clip(nats / np.log(max(n_cells, 2)), 0.0, 1.0)
+    nats = np.log(sums[detected]) - products[detected] / sums[detected]
+    entropies[detected] = np.clip(nats / np.log(max(n_cells, 2)), 0.0, 1.0)
     return entropies
 
 

@@ -40,13 +40,7 @@ from scforge.data.paths import STORE_KEY, check_exists, holds_store, is_unfinish
 from scforge.data.remote import CHECKSUM, file_system, metadata_checksum, open_group, reading, root_attributes
 from scforge.data.sampling import Window
 from scforge.data.vocab import GeneVocab, open_vocab
-from scforge.errors import (
-    DataError,
-    MissingFileError,
-    ModelFileError,
-    redacted,
-    suggest,
-)
+from scforge.errors import DataError, MissingFileError, ModelFileError, redacted, suggest
 
 CODECS = {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}
 """Zarr setting: zarrs compresses and decompresses chunks in separate threads, three times as fast as zarr's Python
@@ -161,7 +155,13 @@ class StoreInfo:
     def _of(cls, attributes: Mapping[str, Any], place: str) -> StoreInfo:
         content = attributes.get(STORE_KEY)
         if not isinstance(content, dict):
-            raise DataError(f"{place} {_other_kind(attributes)}.")
+            problem = "is a folder but not a store; pass a folder that was written by scforge convert"
+            kind = attributes.get("encoding-type")
+            if kind == "anndata":
+                problem = "is an AnnData, not a store; create a store with scforge convert SOURCE -o STORE"
+            elif kind == _ENCODING["encoding-type"]:
+                problem = "is an annbatch collection from another program; convert its data with scforge convert"
+            raise DataError(f"{place} {problem}.")
         if content.get("format") != _FORMAT:
             raise DataError(f"{place} has format {content.get('format')!r} of a later scforge version; update scforge.")
         try:
@@ -220,16 +220,6 @@ def _attributes(path: str | os.PathLike[str], storage_options: Mapping[str, Any]
     if not is_url(name):
         check_exists(name)
     raise MissingFileError(f"the store {name!r} does not exist.")
-
-
-def _other_kind(attributes: Mapping[str, Any]) -> str:
-    """Describe a folder that is not a store, for messages."""
-    kind = attributes.get("encoding-type")
-    if kind == "anndata":
-        return "is an AnnData, not a store; create a store with scforge convert SOURCE -o STORE"
-    if kind == _ENCODING["encoding-type"]:
-        return "is an annbatch collection from another program; convert its data with scforge convert"
-    return "is a folder but not a store; pass a folder that was written by scforge convert"
 
 
 def read_vocab(group: Any) -> GeneVocab:
@@ -351,10 +341,21 @@ class _Store:
         self.n_sources = 1 if info is None else len(info.sources)
         self.content_hash: str | None = None
         if info is not None:
-            self._check_datasets(info)
-            self._set_genes(group, info)
+            expected = {DATASET.format(i): (part["n_cells"], info.n_genes) for i, part in enumerate(info.datasets)}
+            pairs = zip(self._datasets, self._matrices, strict=True)
+            stored = {dataset.basename: tuple(matrix.shape) for dataset, matrix in pairs}
+            for name in expected | stored:
+                if stored.get(name) != expected.get(name):
+                    shape, wanted = stored.get(name, "(missing)"), expected.get(name, "no such dataset")
+                    raise self._damaged(f"the counts of {name} have shape {shape}, expected {wanted}")
+            self.vocab, measured = read_vocab(group), read_measured(group)
+            shares = [source["overlap"] for source in info.sources]
+            if self.vocab.hash != info.vocab_hash or not np.allclose(measured.mean(axis=1), shares):
+                raise self._damaged("its vocabulary or the genes of its sources do not match its metadata")
+            self.genes = np.array(self.vocab.genes, dtype=object).astype(str)
+            self.measured = measured.any(axis=0)
             self._has_all_counts, self.content_hash = info.counts_kept == 1.0, info.content_hash
-            self.totals = np.concatenate([_fitting(self._read(one, "obs", TOTAL)) for one in self._datasets])
+            self.totals = np.concatenate([self._totals_of(dataset) for dataset in self._datasets])
             if not self.totals.all():  # in a store of an earlier version, missing chunks come as zeros
                 raise self._damaged(f"the column {TOTAL} of its cells contains zeros")
             for name, values in {TOTAL: self.totals, _CHECKSUMS: self.checksums}.items():
@@ -373,8 +374,8 @@ class _Store:
 
     def _found_datasets(self, group: Any) -> list[Any]:
         with reading(f"{self.place!r}", how="as a store", fix=_AGAIN):
-            found = [re.fullmatch(r"dataset_(\d+)", key) for key in group.group_keys()]
-            datasets = [group[DATASET.format(number)] for number in sorted(int(one[1]) for one in found if one)]
+            matches = [re.fullmatch(r"dataset_(\d+)", key) for key in group.group_keys()]
+            datasets = [group[DATASET.format(number)] for number in sorted(int(match[1]) for match in matches if match)]
             for dataset in datasets:
                 kind = dataset["X"].attrs.get("encoding-type") if "X" in dataset else "missing"
                 if kind != "csr_matrix":
@@ -399,22 +400,11 @@ class _Store:
         lengths = np.diff(indptr)
         return matrix, lengths.astype(np.min_scalar_type(int(lengths.max(initial=0))))
 
-    def _check_datasets(self, info: StoreInfo) -> None:
-        """Raise a DataError if the datasets do not match the description of the store."""
-        expected = {DATASET.format(i): (one["n_cells"], info.n_genes) for i, one in enumerate(info.datasets)}
-        found = {one.basename: tuple(matrix.shape) for one, matrix in zip(self._datasets, self._matrices, strict=True)}
-        for name in expected | found:
-            if found.get(name) != expected.get(name):
-                shape, wanted = found.get(name, "(missing)"), expected.get(name, "no such dataset")
-                raise self._damaged(f"the counts of {name} have shape {shape}, expected {wanted}")
-
-    def _set_genes(self, group: Any, info: StoreInfo) -> None:
-        self.vocab, measured = read_vocab(group), read_measured(group)
-        shares = [source["overlap"] for source in info.sources]
-        if self.vocab.hash != info.vocab_hash or not np.allclose(measured.mean(axis=1), shares):
-            raise self._damaged("its vocabulary or the genes of its sources do not match its metadata")
-        self.genes = np.array(self.vocab.genes, dtype=object).astype(str)
-        self.measured = measured.any(axis=0)
+    def _totals_of(self, dataset: Any) -> np.ndarray:
+        """Return the total of each cell, as 32-bit integers if they fit."""
+        totals = self._read(dataset, "obs", TOTAL)
+        fit = ((totals == np.floor(totals)) & (totals < 2**32)).all()
+        return totals.astype(np.uint32) if fit else totals
 
     def _set_foreign_genes(self) -> None:
         """Set the genes from the columns of a collection that was not written by scforge."""
@@ -440,13 +430,13 @@ class _Store:
     def _table(self, columns: Sequence[str] | None) -> pd.DataFrame:
         """Return obs columns of all datasets with numbered rows; differing categories are merged."""
         stored = [str(column) for column in self._datasets[0]["obs"].attrs.get("column-order", [])]
-        known = [column for column in stored if column == SOURCE or column not in OWN_COLUMNS]
+        available = [column for column in stored if column == SOURCE or column not in OWN_COLUMNS]
         table: dict[str, Any] = {}
-        for column in [column for column in known if column != SOURCE] if columns is None else columns:
-            if column not in known:
+        for column in [column for column in available if column != SOURCE] if columns is None else columns:
+            if column not in available:
                 raise DataError(
                     f"obs contains {column!r}, which is not a column of {self.place!r}"
-                    f"{suggest(column, known, 'available')}"
+                    f"{suggest(column, available, 'available')}"
                 )
             parts = [self._read(dataset, "obs", column) for dataset in self._datasets]
             if all(isinstance(part, pd.Categorical) for part in parts):
@@ -468,16 +458,16 @@ class _Store:
 
     def batches(self, windows: Iterable[Window]) -> Iterator[tuple[np.ndarray, int, sparse.csr_matrix]]:
         """Yield the rows, the draw number, and the counts (sorted, without zeros) of each batch in each window."""
-        told: deque[tuple[np.ndarray, int]] = deque()
+        requested: deque[tuple[np.ndarray, int]] = deque()
 
         def watched() -> Iterator[Window]:
             for window in windows:
-                told.extend((rows, window.draw) for rows in window.batches())
+                requested.extend((rows, window.draw) for rows in window.batches())
                 yield window
 
         with reading(f"a cell of {self.place!r}", fix=_AGAIN):
             for counts in self._loaded(watched()):
-                rows, draw = told.popleft()
+                rows, draw = requested.popleft()
                 yield rows, draw, self._cleaned(rows, counts)
 
     def _loaded(self, windows: Iterator[Window]) -> Iterator[sparse.csr_matrix]:
@@ -501,15 +491,15 @@ class _Store:
         """Return sorted counts without zeros. Raises a DataError if counts have changed, as far as this is known."""
         if self.checksums is not None:
             assert self.totals is not None
-            found = row_checksums(counts.indptr, counts.indices, counts.data, self.totals[rows])
-            if (wrong := found != self.checksums[rows]).any():
+            checksums = row_checksums(counts.indptr, counts.indices, counts.data, self.totals[rows])
+            if (wrong := checksums != self.checksums[rows]).any():
                 raise self._changed(rows[wrong.argmax()])
             return counts
         if counts.dtype.kind != "u" and (problem := value_problem(counts.data)):
             raise DataError(f"{self.place!r} {problem}, but raw counts are needed; convert raw counts.")
         if (wrong := np.diff(counts.indptr) != self.lengths[rows]).any():
             raise self._changed(rows[wrong.argmax()])
-        row = unsound_row(counts)
+        row = unsound_row(counts.indptr, counts.indices, counts.data, counts.shape[1])
         if row >= 0:
             if problem := index_problem(counts.indices, len(self.genes)):
                 raise self._damaged(f"cell {rows[row]}: {problem}")
@@ -524,12 +514,6 @@ class _Store:
 
     def _changed(self, row: int) -> DataError:
         return self._damaged(f"cell {row}: its counts have changed since they were written")
-
-
-def _fitting(values: np.ndarray) -> np.ndarray:
-    """Convert values to 32-bit integers if they fit."""
-    fit = ((values == np.floor(values)) & (values < 2**32)).all()
-    return values.astype(np.uint32) if fit else values
 
 
 @dataclass(frozen=True, eq=False)
@@ -656,10 +640,12 @@ class StoreCells:
             warn_empty(store.lengths)
         else:
             gene_map = map_names(store.genes, vocab, min_overlap=min_overlap)
-            measured = gene_map.measured_of(store.measured)
+            measured = np.isin(np.arange(vocab.n_genes), gene_map.columns[store.measured])
             cells = replace(self, vocab=vocab, measured=measured, _gene_map=gene_map)
-            some = cells.block(choose_chunks(len(cells), _SAMPLED, cells.chunk_size))
-            cells = replace(cells, counts_kept=float(some.counts.sum(dtype=np.float64) / max(some.totals.sum(), 1.0)))
+            sample = cells.block(choose_chunks(len(cells), _SAMPLED, cells.chunk_size))
+            cells = replace(
+                cells, counts_kept=float(sample.counts.sum(dtype=np.float64) / max(sample.totals.sum(), 1.0))
+            )
             warn_counts_outside(cells.counts_kept, vocab)
         return replace(cells, overlap=float(measured.mean()))
 
@@ -884,10 +870,10 @@ def _state(source: Mapping[str, Any]) -> str:
     if "mtime_ns" not in source:
         return "not checked"
     try:
-        found = Path(source["name"]).stat()
+        status = Path(source["name"]).stat()
     except FileNotFoundError:
         return "missing"
-    same = (found.st_size, found.st_mtime_ns) == (source.get("size"), source["mtime_ns"])
+    same = (status.st_size, status.st_mtime_ns) == (source.get("size"), source["mtime_ns"])
     return "unchanged" if same else "changed since"
 
 

@@ -230,8 +230,8 @@ class GeneVocab:
     def __reduce__(self) -> tuple[Any, ...]:
         # Worker processes get a vocabulary too, and a read-only mapping cannot be pickled.
         aliases = None if self.aliases is None else dict(self.aliases)
-        known = (self.genes, self.symbols, self.medians, self.release, self.special_tokens, aliases, self.entropies)
-        return GeneVocab, known
+        arguments = (self.genes, self.symbols, self.medians, self.release, self.special_tokens, aliases, self.entropies)
+        return GeneVocab, arguments
 
     @classmethod
     def from_genes(cls, genes: Sequence[str], *, release: str = FROM_DATA) -> GeneVocab:
@@ -251,9 +251,11 @@ class GeneVocab:
         DataError
             If a name is missing or duplicated, or `genes` is empty.
         """
+        import pandas as pd
+
         names = listed_names("genes", genes)
-        if missing := n_missing(names):
-            raise DataError(f"genes has {missing} missing names; fill in the names or remove these genes.")
+        if n_missing := sum(name is None or name is pd.NA or name != name for name in names):
+            raise DataError(f"genes has {n_missing} missing names; fill in the names or remove these genes.")
         return cls(tuple(str(name) for name in names), release=release)
 
     @classmethod
@@ -292,8 +294,8 @@ class GeneVocab:
         ['ENSG00000167286', 'ENSG00000167286', 'ENSG00000167286', 'ENSG00000167286']
         """
         if name not in NAMED_VOCABS:
-            known = suggest(name, list_vocabs(), "shipped")
-            raise OptionError(f"vocab={name!r} is neither a shipped vocabulary nor a file{known}")
+            shipped = suggest(name, list_vocabs(), "shipped")
+            raise OptionError(f"vocab={name!r} is neither a shipped vocabulary nor a file{shipped}")
         if name in (_BOTH, _SUMMED):
             return _orthologs(name)
         return _with_shared_symbols() if name == _SYMBOLS else _annotation(name)
@@ -475,8 +477,8 @@ class GeneVocab:
 
     def gene_indices(self, names: Iterable[str]) -> np.ndarray:
         """Return the gene index of each of `names`, int32; unknown names get -1."""
-        found = (self._find(str(name), -1) for name in listed_names("names", names))
-        return np.array([max(index - self.n_special, -1) for index in found], dtype=np.int32)
+        token_ids = (self._find(str(name), -1) for name in listed_names("names", names))
+        return np.array([max(index - self.n_special, -1) for index in token_ids], dtype=np.int32)
 
     def decode(self, ids: Iterable[int]) -> list[str]:
         """Return the names of the tokens `ids`.
@@ -487,10 +489,10 @@ class GeneVocab:
             If an id does not exist.
         """
         tokens = self.tokens
-        found = [int(i) for i in ids]
-        if wrong := [i for i in found if not 0 <= i < len(tokens)]:
+        numbers = [int(i) for i in ids]
+        if wrong := [i for i in numbers if not 0 <= i < len(tokens)]:
             raise OptionError(f"ids contains {wrong[0]}, which is not a token id; use ids from 0 to {len(tokens) - 1}.")
-        return [tokens[i] for i in found]
+        return [tokens[i] for i in numbers]
 
     def token_id(self, token: str) -> int | None:
         """Return the id of the special token `token`, e.g. ``"<cls>"``, or None if it is not in the vocabulary."""
@@ -553,8 +555,8 @@ class GeneVocab:
         return id_kind(self.genes)
 
     def _find(self, name: str, unknown: int) -> int:
-        found = self._lookup.get(name)
-        return self._lookup.get(plain_name(name), unknown) if found is None else found
+        token_id = self._lookup.get(name)
+        return self._lookup.get(plain_name(name), unknown) if token_id is None else token_id
 
     @cached_property
     def _lookup(self) -> dict[str, int]:
@@ -642,10 +644,10 @@ def _orthologs(name: str) -> GeneVocab:
 def _with_shared_symbols() -> GeneVocab:
     """Return a vocabulary of ortholog pairs, then of gene pairs whose symbols differ at most in case."""
     pairs = _orthologs(_BOTH)
-    known = {*pairs.genes, *(pairs.aliases or {})}
+    taken = {*pairs.genes, *(pairs.aliases or {})}
     human, mouse = (_by_symbol(f"{species}_protein_coding") for species in SPECIES)
     added = [(*human[name], *mouse[name]) for name in human if name in mouse]
-    added = [row for row in added if known.isdisjoint(row[::2])]
+    added = [row for row in added if taken.isdisjoint(row[::2])]
     return GeneVocab(
         genes=(*pairs.genes, *(gene for gene, *_ in added)),
         symbols=(*(pairs.symbols or ()), *(symbol for _, symbol, *_ in added)),
@@ -699,15 +701,15 @@ def n_of_species(names: Sequence[str] | np.ndarray) -> dict[str, int]:
     >>> n_of_species(["CD3D", "Cd3d", "ENSMUSG00000032094.8", "my gene"])
     {'human': 1, 'mouse': 2}
     """
-    found = dict.fromkeys(SPECIES, 0)
+    counts = dict.fromkeys(SPECIES, 0)
     for name in map(str, names):
         if match := _ENSEMBL.match(name):
             owners = [_SPECIES_OF.get(match[2].upper())]
         else:
             owners = [species for species in SPECIES if name in gene_table(species).ids]
         if len(owners) == 1 and owners[0] is not None:
-            found[owners[0]] += 1
-    return found
+            counts[owners[0]] += 1
+    return counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -822,14 +824,14 @@ def converted_genes(names: Iterable[str], to: str, species: str, *, keep_unknown
     for given in names:
         name = str(given)
         plain = plain_name(name)
-        found = (plain,) if plain in table.symbols else table.ids.get(name, ())
-        symbols = {table.symbols[gene] for gene in found}
-        if len(found) == 1 or (found and to == "symbol" and len(symbols) == 1):
-            converted.append(found[0] if to == "ensembl" else symbols.pop())
+        ids = (plain,) if plain in table.symbols else table.ids.get(name, ())
+        symbols = {table.symbols[gene] for gene in ids}
+        if len(ids) == 1 or (ids and to == "symbol" and len(symbols) == 1):
+            converted.append(ids[0] if to == "ensembl" else symbols.pop())
             continue
         converted.append(given if keep_unknown else np.nan)
-        if found:
-            ambiguous[name] = found
+        if ids:
+            ambiguous[name] = ids
         else:
             unknown[name] = None
     values = np.empty(len(converted), dtype=object)
@@ -843,10 +845,3 @@ def listed_names(argument: str, names: Iterable[str]) -> list[str]:
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise OptionError(f"{argument}={names!r} is not a list of names; pass a list, e.g. ['CD3D', 'LYZ'].")
     return list(names)
-
-
-def n_missing(names: Iterable[object]) -> int:
-    """Return the number of names that are None, NaN or another missing value."""
-    import pandas as pd
-
-    return sum(name is None or name is pd.NA or name != name for name in names)

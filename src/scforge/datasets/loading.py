@@ -128,5 +128,5 @@ def _from_pertpy(card: DatasetCard, source: PertpySource) -> AnnData:
         labels = labels.str.replace(source.suffix, "", regex=True)
     labels = labels.where(~labels.isin(source.unassigned)).replace(dict.fromkeys(source.controls, card.control))
     adata.obs[key] = pd.Categorical(labels)
-    known = labels.notna().to_numpy()
-    return adata if known.all() else adata[known].copy()
+    assigned = labels.notna().to_numpy()
+    return adata if assigned.all() else adata[assigned].copy()

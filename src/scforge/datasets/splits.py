@@ -103,9 +103,9 @@ class Split:
                 f"adata contains cells that are not in the split {self.name!r} ({listing(unknown, most=3)}); pass "
                 "the data that the split was made from."
             )
-        found = [None if of[cell] == LEFT_OUT else of[cell] for cell in adata.obs_names]
-        used = [part for part in PARTS if part in found]
-        return pd.Series(pd.Categorical(found, categories=used), index=adata.obs_names, name="split")
+        parts = [None if of[cell] == LEFT_OUT else of[cell] for cell in adata.obs_names]
+        used = [part for part in PARTS if part in parts]
+        return pd.Series(pd.Categorical(parts, categories=used), index=adata.obs_names, name="split")
 
     def rows(self, adata: AnnData, part: str) -> np.ndarray:
         """Return the rows of `adata` that are in a part, int64, ascending.
@@ -178,15 +178,15 @@ class Split:
         """
         check_choice("part", part, HELD_OUT)
         labels = self.labels(adata)
-        known = labels.notna()
-        targets = parse_perturbations(adata.obs[known], PerturbationKeys(perturbation_key, control, separator))
+        included = labels.notna()
+        targets = parse_perturbations(adata.obs[included], PerturbationKeys(perturbation_key, control, separator))
         of: dict[str, set[tuple[str, ...]]] = {name: set() for name in PARTS}
-        for name, some in zip(labels[known], targets, strict=True):
-            of[name].add(some)
-        seen = {gene for some in of["train"] for gene in some}
-        held = sorted(some for some in of[part] if some)
-        joined = [(separator or "").join(some) for some in held]
-        return pd.Series([len(seen & {*some}) for some in held], joined, dtype=np.int64, name="seen_targets")
+        for name, genes in zip(labels[included], targets, strict=True):
+            of[name].add(genes)
+        seen = {gene for genes in of["train"] for gene in genes}
+        held = sorted(genes for genes in of[part] if genes)
+        joined = [(separator or "").join(genes) for genes in held]
+        return pd.Series([len(seen & {*genes}) for genes in held], joined, dtype=np.int64, name="seen_targets")
 
 
 def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Split:
@@ -351,10 +351,15 @@ def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
         raise OptionError(f"the card {card.name!r} has no split rule; set split=SplitRule(...).")
     for key in filter(None, (rule.column, rule.context_key)):
         check_known("column", key, adata.obs, "obs", fix=f"the split of {card.name!r} requires this column")
-    salt = f"{card.name}-v{version}"
-    stratified = rule.kind == "stratified"
-    parts = _stratified(rule, adata, salt) if stratified else _whole_units(rule, card, adata, salt)
-    names = np.asarray(adata.obs_names, dtype=object)
+    salt, names = f"{card.name}-v{version}", np.asarray(adata.obs_names, dtype=object)
+    if rule.kind == "stratified":  # fractions of the cells for each value, and of the cells without a value
+        parts = np.full(len(names), "train", dtype=object)
+        codes = adata.obs[rule.column].astype("category").cat.codes.to_numpy()
+        for code in np.unique(codes):  # -1: cells without a value
+            rows = np.flatnonzero(codes == code)
+            parts[rows] = _cut(names[rows], {part: float(getattr(rule, part)) for part in HELD_OUT}, salt)
+    else:
+        parts = _whole_units(rule, card, adata, salt)
     split = Split(card.name, version, **{part: names[parts == part] for part in (*PARTS, LEFT_OUT)})
     check_rule(split, card, adata)
     return split
@@ -385,17 +390,15 @@ def _units(rule: SplitRule, card: DatasetCard, obs: pd.DataFrame) -> pd.Series:
         return values
     if rule.separator is not None:
         # A_B and B_A are the same genes.
-        names = {value: _sorted(value, rule.separator, card.control) for value in values.dropna().unique()}
-        values = values.map(names, na_action="ignore")
+        names = {
+            value: rule.separator.join(sorted(part for part in value.split(rule.separator) if part != card.control))
+            for value in values.dropna().unique()
+        }
+        values = values.map({value: name or str(card.control) for value, name in names.items()}, na_action="ignore")
     units = values.where(values != str(card.control))
     if rule.context_key is not None:
         units = units + _BETWEEN + obs[rule.context_key].astype(object).map(str, na_action="ignore")
     return pd.Series(units, index=obs.index)
-
-
-def _sorted(value: str, separator: str, control: str | None) -> str:
-    parts = [part for part in value.split(separator) if part != control]
-    return separator.join(sorted(parts)) or str(control)
 
 
 def _rank(salt: str, name: str) -> str:
@@ -433,29 +436,18 @@ def _cut(ids: np.ndarray, shares: dict[str, float], salt: str) -> np.ndarray:
     return parts
 
 
-def _stratified(rule: SplitRule, adata: AnnData, salt: str) -> np.ndarray:
-    """Return the part of each cell: fractions of the cells for each value, and of the cells without a value."""
-    ids = np.asarray(adata.obs_names, dtype=object)
-    codes = adata.obs[rule.column].astype("category").cat.codes.to_numpy()
-    parts = np.full(len(ids), "train", dtype=object)
-    for code in np.unique(codes):  # -1: cells without a value
-        rows = np.flatnonzero(codes == code)
-        parts[rows] = _cut(ids[rows], {part: float(getattr(rule, part)) for part in HELD_OUT}, salt)
-    return parts
-
-
 def _whole_units(rule: SplitRule, card: DatasetCard, adata: AnnData, salt: str) -> np.ndarray:
     """Return the part of each cell: whole groups or perturbations, and for each held-out part some control cells."""
     units = _units(rule, card, adata.obs)
-    known = sorted(units.dropna().unique())
+    names = sorted(units.dropna().unique())
     what = rule.column if rule.separator is None else f"{rule.column} (joined by {rule.separator})"
     amounts = {part: getattr(rule, part) for part in HELD_OUT}
     if rule.kind == "targets":
-        held = _with_targets(known, amounts, rule, salt, what)
+        held = _with_targets(names, amounts, rule, salt, what)
     else:
         if rule.separator is not None:
-            known = [unit for unit in known if rule.separator in unit.split(_BETWEEN)[0]]
-        held = _drawn(known, amounts, salt, what)
+            names = [unit for unit in names if rule.separator in unit.split(_BETWEEN)[0]]
+        held = _drawn(names, amounts, salt, what)
     parts = np.array([held.get(u, "train") if isinstance(u, str) else LEFT_OUT for u in units], dtype=object)
     if rule.kind != "groups":
         _share_controls(parts, rule, card, adata, salt)
@@ -467,14 +459,14 @@ def _with_targets(
 ) -> dict[str, str]:
     """Return the part of perturbations with held-out genes, and of a fraction of the combinations of other genes."""
     genes = {unit: unit.split(rule.separator) for unit in units}
-    of_gene = _drawn(sorted({gene for some in genes.values() for gene in some}), amounts, salt, what)
+    of_gene = _drawn(sorted({gene for members in genes.values() for gene in members}), amounts, salt, what)
     held: dict[str, str] = {}
-    for unit, some in genes.items():
+    for unit, members in genes.items():
         # A pair of a test gene and a validation gene is in the test.
-        found = {of_gene.get(gene) for gene in some}.intersection(HELD_OUT)
-        if found:
-            held[unit] = "test" if "test" in found else "validation"
-    free = np.array([unit for unit, some in genes.items() if unit not in held and len(some) > 1], dtype=object)
+        held_out = {of_gene.get(gene) for gene in members}.intersection(HELD_OUT)
+        if held_out:
+            held[unit] = "test" if "test" in held_out else "validation"
+    free = np.array([unit for unit, members in genes.items() if unit not in held and len(members) > 1], dtype=object)
     return held | dict(zip(free, _cut(free, dict.fromkeys(HELD_OUT, rule.combination_share), salt), strict=True))
 
 
@@ -494,7 +486,7 @@ def _share_controls(parts: np.ndarray, rule: SplitRule, card: DatasetCard, adata
         parts[~named] = LEFT_OUT
         control = control & named
     for context in sorted(set(contexts[control])):
-        here = contexts == context
-        rows = np.flatnonzero(control & here)
-        shares = {part: rule.control_share for part in HELD_OUT if (parts[here] == part).any()}
+        in_context = contexts == context
+        rows = np.flatnonzero(control & in_context)
+        shares = {part: rule.control_share for part in HELD_OUT if (parts[in_context] == part).any()}
         parts[rows] = _cut(ids[rows], shares, salt)

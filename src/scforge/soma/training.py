@@ -29,11 +29,7 @@ from scforge.soma.documents import Document, Files, read_documents, read_groups
 from scforge.soma.model_folder import FINAL, WEIGHTS, device_of, read_model, write_model
 from scforge.soma.v1.configs import V1_PAD_TOKEN_ID, ModelConfig, SIGRegConfig
 from scforge.soma.v1.torch import Model, SIGReg, compute_loss
-from scforge.training.checkpoint import (
-    SaveOptions,
-    SavingError,
-    check_settings,
-)
+from scforge.training.checkpoint import SaveOptions, SavingError, check_settings
 from scforge.training.devices import out_of_memory
 from scforge.training.fitting import FitResult, default_max_epochs, fit
 from scforge.training.monitoring import EpochProgress

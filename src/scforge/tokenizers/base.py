@@ -117,15 +117,6 @@ class RaggedTokens(NamedTuple):
     extras: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
-def frame(tokens: RaggedTokens, first: int, last: int) -> RaggedTokens:
-    """Add the token `first` before and `last` after each cell; -1 adds no token."""
-    wanted = np.array([first >= 0, last >= 0])
-    if not wanted.any():
-        return tokens
-    places = np.stack([tokens.indptr[:-1], tokens.indptr[1:]], axis=1)[:, wanted].ravel()
-    return insert(tokens, places, np.array([first, last])[wanted])
-
-
 def insert(
     tokens: RaggedTokens, places: np.ndarray, ids: Sequence[int] | np.ndarray, values: np.ndarray | float = 0.0
 ) -> RaggedTokens:
@@ -151,9 +142,9 @@ def concatenate(parts: Sequence[RaggedTokens]) -> RaggedTokens:
 
 
 def pad(tokens: RaggedTokens, first: int = -1, last: int = -1) -> TokenBatch:
-    """Pad ragged tokens to the longest cell (at least one position), with `first` and `last` added as in `frame`.
+    """Pad ragged tokens to the longest cell (at least one position), with `first` and `last` around each cell.
 
-    Integers become int64, and floating-point numbers become float32.
+    -1 adds no token. Integers become int64, and floating-point numbers become float32.
     """
     before, around = int(first >= 0), int(first >= 0) + int(last >= 0)
     longest = max(1, int(np.diff(tokens.indptr).max(initial=0)) + around)
@@ -208,7 +199,13 @@ def checked_counts(cells: Any) -> sparse.csr_matrix:
         )
     if sparse.issparse(cells):
         cells = sound_csr(cells, "cells")
-    cells = cells.astype(_plain(cells.dtype), copy=False)
+    # A dtype that supports sums and sparse matrices.
+    dtype = cells.dtype.newbyteorder("=")
+    if dtype.kind == "b":
+        dtype = np.dtype(np.uint8)
+    elif dtype.kind == "f":
+        dtype = np.dtype(np.float32 if dtype.itemsize <= 4 else np.float64)
+    cells = cells.astype(dtype, copy=False)
     matrix = cells if isinstance(cells, sparse.csr_matrix) else sparse.csr_matrix(cells)
     data = matrix.data
     problem = value_problem(data)
@@ -217,16 +214,6 @@ def checked_counts(cells: Any) -> sparse.csr_matrix:
     if problem:
         raise DataError(f"cells {problem}, but raw counts are needed; pass the matrix with the raw counts.")
     return matrix
-
-
-def checked_totals(totals: Any, n_cells: int) -> np.ndarray:
-    """Return library sizes, float64, shape (B,). Raises a DataError if one is missing, negative or not finite."""
-    array = np.asarray(totals, dtype=np.float64)
-    if array.shape != (n_cells,):
-        raise DataError(f"totals has shape {array.shape}, but there are {n_cells} cells; pass one number per cell.")
-    if len(bad := array[~(np.isfinite(array) & (array >= 0))]):
-        raise DataError(f"totals contains {bad[0]:g}, which is not a library size; pass zero or a positive number.")
-    return array
 
 
 def checked_map(gene_ids: Any, vocab: GeneVocab, n_columns: int) -> GeneMap:
@@ -259,15 +246,6 @@ def no_known_gene(argument: str, names: Sequence[str] | None, vocab: GeneVocab) 
         f"{start}. It contains {kind} such as {listing(names[:2])}, but the vocabulary contains {expected} such as "
         f"{listing(vocab.genes[:2])}; {hint}."
     )
-
-
-def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return a dtype that supports sums and sparse matrices."""
-    if dtype.kind == "b":
-        return np.dtype(np.uint8)
-    if dtype.kind == "f":
-        return np.dtype(np.float32 if dtype.itemsize <= 4 else np.float64)
-    return dtype.newbyteorder("=")
 
 
 class Tokenizer(ABC):
@@ -426,7 +404,12 @@ class Tokenizer(ABC):
         -------
         The concatenated tokens of all cells.
         """
-        return frame(self._tokenize(block), *self._frame)
+        tokens, around = self._tokenize(block), np.array(self._frame)
+        wanted = around >= 0
+        if not wanted.any():
+            return tokens
+        places = np.stack([tokens.indptr[:-1], tokens.indptr[1:]], axis=1)[:, wanted].ravel()
+        return insert(tokens, places, around[wanted])
 
     def lengths(self, n_expressed: np.ndarray) -> np.ndarray:
         """Return the number of tokens of cells with `n_expressed` expressed genes, if all genes are measured.
@@ -497,7 +480,15 @@ class Tokenizer(ABC):
             return self._batch(cells)
         counts = checked_counts(cells)
         if totals is not None:
-            totals = checked_totals(totals, counts.shape[0])
+            totals, n_cells = np.asarray(totals, dtype=np.float64), counts.shape[0]
+            if totals.shape != (n_cells,):
+                raise DataError(
+                    f"totals has shape {totals.shape}, but there are {n_cells} cells; pass one number per cell."
+                )
+            if len(bad := totals[~(np.isfinite(totals) & (totals >= 0))]):
+                raise DataError(
+                    f"totals contains {bad[0]:g}, which is not a library size; pass zero or a positive number."
+                )
         if gene_ids is None:
             if counts.shape[1] != self.vocab.n_genes:
                 raise DataError(

@@ -289,7 +289,12 @@ class BinnedExpressionTokenizer(Tokenizer):
         self.lists_all_genes = self.include_zero_genes
 
     def _tokenize(self, block: CellBlock) -> RaggedTokens:
-        bins = self._bins(block)
+        if self.edges is not None:
+            reached = np.searchsorted(np.array(self.edges, dtype=np.float32), log1p_cp10k(block), side="right")
+            bins = (reached + 1).astype(np.int32)
+        else:
+            keys = content_keys(block, seed=self.seed, stream=_STREAM) if self.side == "both" else None
+            bins = bin_entries(block.indptr, block.counts, self.n_bins, self.side, keys=keys)
         if self.include_zero_genes:
             indptr, genes, (counts, bins) = with_zeros(block, self.vocab.n_genes, (block.counts, bins))
         else:
@@ -297,11 +302,3 @@ class BinnedExpressionTokenizer(Tokenizer):
         indptr, kept = keep(indptr, counts, block, self.most_genes, sample=self.samples, seed=self.seed)
         chosen = bins[kept]
         return RaggedTokens(indptr, genes[kept] + self.vocab.n_special, chosen.astype(np.float32), {"bin_ids": chosen})
-
-    def _bins(self, block: CellBlock) -> np.ndarray:
-        """Return the bin of each entry in the block, int32."""
-        if self.edges is not None:
-            reached = np.searchsorted(np.array(self.edges, dtype=np.float32), log1p_cp10k(block), side="right")
-            return (reached + 1).astype(np.int32)
-        keys = content_keys(block, seed=self.seed, stream=_STREAM) if self.side == "both" else None
-        return bin_entries(block.indptr, block.counts, self.n_bins, self.side, keys=keys)

@@ -224,5 +224,5 @@ class ContinuousProjectionTokenizer(Tokenizer):
         source, number = np.log10(np.maximum(block.totals, 1.0)), float(self.target_depth[1:])
         wanted = {"t": np.full_like(source, number), "f": source + np.log10(max(number, 1e-300)), "a": source + number}
         depths = np.stack([wanted[self.target_depth[0]], source], axis=1).ravel().astype(np.float32)
-        both = [self.vocab.special_tokens.index(token) for token in DEPTH_TOKENS]
-        return insert(tokens, np.repeat(tokens.indptr[1:], len(both)), both, depths)
+        depth_ids = [self.vocab.special_tokens.index(token) for token in DEPTH_TOKENS]
+        return insert(tokens, np.repeat(tokens.indptr[1:], len(depth_ids)), depth_ids, depths)

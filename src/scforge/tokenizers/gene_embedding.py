@@ -140,16 +140,16 @@ def match_vectors(names: Sequence[str], vectors: np.ndarray, vocab: GeneVocab) -
         If several rows of the same gene differ.
     """
     genes = vocab.gene_indices(names)
-    found = np.flatnonzero(genes >= 0)
-    if not len(found):
+    matching = np.flatnonzero(genes >= 0)
+    if not len(matching):
         raise no_known_gene("table", names, vocab)
-    tokens = genes[found] + vocab.n_special
+    tokens = genes[matching] + vocab.n_special
     matched = np.full((len(vocab), vectors.shape[1]), np.nan, dtype=np.float32)
-    matched[tokens] = vectors[found]
-    differs = (matched[tokens] != vectors[found]).any(axis=1)
+    matched[tokens] = vectors[matching]
+    differs = (matched[tokens] != vectors[matching]).any(axis=1)
     if differs.any():
-        gene = genes[found][differs][0]
-        rows = [names[row] for row in found[genes[found] == gene]]
+        gene = genes[matching][differs][0]
+        rows = [names[row] for row in matching[genes[matching] == gene]]
         raise DataError(
             f"table contains several vectors for gene {vocab.genes[gene]!r}, in the rows {listing(rows)}; keep one of "
             "the rows."
@@ -242,7 +242,15 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
             without = np.isnan(self._vectors[vocab.n_special :, 0])
             dropped = [gene for gene, gone in zip(vocab.genes, without, strict=True) if gone]
         self.dropped = None if dropped is None else [str(gene) for gene in dropped]
-        self._kept = None if self.dropped is None else _kept(vocab, self.dropped)
+        self._kept = None
+        if self.dropped is not None:
+            gone = vocab.gene_indices(self.dropped)
+            if (gone < 0).any():
+                raise OptionError(
+                    f"dropped contains {self.dropped[int((gone < 0).argmax())]!r}, which is not a gene of the "
+                    "vocabulary; remove it from dropped."
+                )
+            self._kept = ~np.isin(np.arange(vocab.n_genes), gone)
 
     @classmethod
     def transcriptformer(
@@ -292,34 +300,18 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         return lengths if self._kept is None else np.minimum(lengths, int(self._kept.sum()) + self._n_around)
 
     def _tokenize(self, block: CellBlock) -> RaggedTokens:
-        return super()._tokenize(block if self._kept is None else _restrict(block, self._kept))
+        if self._kept is not None:  # library sizes stay those of all genes
+            chosen = self._kept[block.genes]
+            before = np.concatenate([[0], np.cumsum(chosen, dtype=np.int64)])
+            block = replace(
+                block,
+                indptr=before[block.indptr],
+                genes=block.genes[chosen],
+                counts=block.counts[chosen],
+                measured=self._kept if block.measured is None else block.measured & self._kept,
+            )
+        return super()._tokenize(block)
 
     def __repr__(self) -> str:
         shown = self.config() | {"dropped": None if self.dropped is None else f"{len(self.dropped)} genes"}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
-
-
-def _kept(vocab: GeneVocab, dropped: Sequence[str]) -> np.ndarray:
-    """Return True for the genes that are not dropped, bool, shape (number of genes,)."""
-    gone = vocab.gene_indices(dropped)
-    if (gone < 0).any():
-        raise OptionError(
-            f"dropped contains {dropped[int((gone < 0).argmax())]!r}, which is not a gene of the vocabulary; remove it "
-            "from dropped."
-        )
-    kept = np.ones(vocab.n_genes, dtype=np.bool_)
-    kept[gone] = False
-    return kept
-
-
-def _restrict(block: CellBlock, kept: np.ndarray) -> CellBlock:
-    """Return the block restricted to the genes that are `kept`, with the original library sizes."""
-    chosen = kept[block.genes]
-    before = np.concatenate([[0], np.cumsum(chosen, dtype=np.int64)])
-    return replace(
-        block,
-        indptr=before[block.indptr],
-        genes=block.genes[chosen],
-        counts=block.counts[chosen],
-        measured=kept if block.measured is None else block.measured & kept,
-    )

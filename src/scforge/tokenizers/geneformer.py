@@ -9,7 +9,7 @@ import numbers
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy import sparse
@@ -45,7 +45,11 @@ def geneformer_vocab(
         tokens, medians = (dict(part) for part in tokens_medians)
     else:
         table = _table(tokens_medians, "tokens_medians", ("gene_id", "token", "median"))
-        tokens, medians = (_column(table, name) for name in ("token", "median"))
+        tokens, medians = (
+            dict(zip(known["gene_id"].astype(str), known[name].tolist(), strict=True))
+            for name in ("token", "median")
+            for known in [table[table[name].notna()]]
+        )
     for what, of_genes in (("token", tokens), ("median", medians)):
         if odd := [value for value in of_genes.values() if not isinstance(value, numbers.Real)]:
             raise DataError(f"tokens_medians contains the {what} {odd[0]!r}, which is not a number; pass {_BOTH}.")
@@ -67,12 +71,18 @@ def geneformer_vocab(
             f"tokens_medians has no positive median for {len(bad)} genes (first: {bad[0]!r}, {medians.get(bad[0])}); "
             "pass the two dictionaries of the same release."
         )
+    former, of_vocab = None, set(genes)
+    if isinstance(ensembl_map, Mapping):
+        former = list(ensembl_map.items())
+    elif ensembl_map is not None:
+        table = _table(ensembl_map, "ensembl_map", ("ensembl_id", "gene_id"))
+        former = list(zip(table["ensembl_id"].astype(str), table["gene_id"].astype(str), strict=True))
     return GeneVocab(
         genes=genes,
         medians=np.array([medians[gene] for gene in genes]),
         release=f"Geneformer {version}",
         special_tokens=special,
-        aliases=_aliases(ensembl_map, set(genes)),
+        aliases=None if former is None else {old: new for old, new in former if new in of_vocab and old != new},
     )
 
 
@@ -95,8 +105,8 @@ def geneformer_columns(
     -------
     Canonical counts without zeros, shape (B, n), and the gene of each of the n columns.
     """
-    found = np.flatnonzero(columns >= 0)
-    genes = columns[found]
+    used = np.flatnonzero(columns >= 0)
+    genes = columns[used]
     if collapse:
         _, first, inverse, sizes = np.unique(genes, return_index=True, return_inverse=True, return_counts=True)
         repeated = sizes > 1
@@ -105,9 +115,9 @@ def geneformer_columns(
         place_of[order] = np.arange(len(order))
         place, genes = place_of[inverse], genes[first[order]]
     else:
-        place = np.arange(len(found))
+        place = np.arange(len(used))
     target = np.full(cells.shape[1], -1, dtype=np.int64)
-    target[found] = place
+    target[used] = place
     entries = sparse.coo_matrix(cells)
     kept = target[entries.col] >= 0
     ordered = sparse.csr_matrix(
@@ -117,25 +127,6 @@ def geneformer_columns(
     ordered.sum_duplicates()
     ordered.eliminate_zeros()
     return ordered, genes
-
-
-def _column(table: pd.DataFrame, name: str) -> dict[str, Any]:
-    """Return a mapping from gene to the value in a table column, without missing values."""
-    known = table[table[name].notna()]
-    return dict(zip(known["gene_id"].astype(str), known[name].tolist(), strict=True))
-
-
-def _aliases(
-    ensembl_map: pd.DataFrame | str | os.PathLike[str] | Mapping[str, str] | None, genes: set[str]
-) -> dict[str, str] | None:
-    if ensembl_map is None:
-        return None
-    if isinstance(ensembl_map, Mapping):
-        pairs = list(ensembl_map.items())
-    else:
-        table = _table(ensembl_map, "ensembl_map", ("ensembl_id", "gene_id"))
-        pairs = list(zip(table["ensembl_id"].astype(str), table["gene_id"].astype(str), strict=True))
-    return {former: gene for former, gene in pairs if gene in genes and former != gene}
 
 
 def _table(source: pd.DataFrame | str | os.PathLike[str], argument: str, columns: tuple[str, ...]) -> pd.DataFrame:

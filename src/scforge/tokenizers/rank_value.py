@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, cast
 
 import numba
 import numpy as np
@@ -144,111 +144,6 @@ def rank_packed(
             out_values[out + p] = memo[count]
 
 
-class Scales(NamedTuple):
-    """Factors that scale the counts for ranking.
-
-    Attributes
-    ----------
-    inverse
-        1 / median of each gene, float64, shape (G,).
-    single
-        The same values in single precision.
-    distinct
-        Whether any two different medians differ by more than the rounding error of sort keys in single precision.
-    """
-
-    inverse: np.ndarray
-    single: np.ndarray
-    distinct: bool
-
-    @classmethod
-    def of(cls, inverse: np.ndarray) -> Scales:
-        """Create the factors from 1 / medians."""
-        values = np.unique(inverse)
-        distinct = bool((values[1:] > values[:-1] * (1 + _APART)).all())
-        return cls(inverse, inverse.astype(np.float32), distinct)
-
-
-def rank_cells(
-    block: CellBlock, scales: Scales, most: int, n_special: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rank the genes of each cell.
-
-    Parameters
-    ----------
-    block
-        The cells.
-    scales
-        Factors to multiply counts by.
-    most
-        Maximum number of genes to keep per cell.
-    n_special
-        Token id of the first gene.
-
-    Returns
-    -------
-    Row boundaries (int64, shape (B + 1,)), and the token ids (int32) and log1p CP10K values (float32), from highest to
-    lowest rank.
-    """
-    indptr, longest = kept_indptr(block.indptr, most)
-    ids, values = np.empty(indptr[-1], dtype=np.int32), np.empty(indptr[-1], dtype=np.float32)
-    _rank_into(block, scales, n_special, longest, indptr[:-1], np.diff(indptr), ids, values)
-    return indptr, ids, values
-
-
-def rank_padded(
-    block: CellBlock, scales: Scales, most: int, n_special: int, first: int, last: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rank the genes of each cell and write them directly into padded arrays, which avoids a second copy.
-
-    Parameters
-    ----------
-    block, scales, most, n_special
-        See :func:`rank_cells`.
-    first, last
-        Ids of the tokens before and after each cell; -1 for no token.
-
-    Returns
-    -------
-    Token ids (int64), attention mask (bool) and values (float32), each of shape (B, S).
-    """
-    indptr, longest = kept_indptr(block.indptr, most)
-    sizes = np.diff(indptr)
-    before, around = int(first >= 0), int(first >= 0) + int(last >= 0)
-    width = max(1, int(sizes.max(initial=0)) + around)
-    ids = np.empty((len(sizes), width), dtype=np.int64)
-    mask, values = np.empty(ids.shape, dtype=np.bool_), np.empty(ids.shape, dtype=np.float32)
-    starts = np.arange(len(sizes), dtype=np.int64) * width + before
-    _rank_into(block, scales, n_special, longest, starts, sizes, ids.reshape(-1), values.reshape(-1))
-    _fill_around(sizes, first, last, ids, mask, values)
-    return ids, mask, values
-
-
-def can_pack(block: CellBlock, scales: Scales) -> bool:
-    """Return whether genes and counts are small enough to be packed with their keys, which is usually the case."""
-    return len(scales.inverse) <= _MAX and bool(block.counts.max(initial=0) < _MAX)
-
-
-def _rank_into(
-    block: CellBlock,
-    scales: Scales,
-    n_special: int,
-    longest: int,
-    starts: np.ndarray,
-    sizes: np.ndarray,
-    ids: np.ndarray,
-    values: np.ndarray,
-) -> None:
-    """Write the `sizes` highest-ranked genes of each cell to `ids` and `values`, starting at `starts`."""
-    inverse, single, distinct = scales
-    n_buckets = max(64, 1 << int(longest - 1).bit_length()) if longest else 64
-    table = _learn(block.indptr, block.genes, block.counts, single, n_buckets)
-    rank_packed(
-        block.indptr, block.genes, block.counts, block.totals, inverse, single, distinct, table, n_buckets,
-        longest, n_special, starts, sizes, ids, values,
-    )  # fmt: skip
-
-
 @numba.njit(cache=True, nogil=True)
 def _fill_around(sizes, first, last, ids, mask, values):
     before = 1 if first >= 0 else 0
@@ -372,7 +267,11 @@ class RankValueTokenizer(Tokenizer):
                 f"the vocabulary has medians from {medians.min():g} to {medians.max():g}, but medians of expression "
                 f"lie between {1 / LARGEST:g} and {LARGEST:g}; correct the medians with vocab.with_medians."
             )
-        self._scales = Scales.of(np.ones(vocab.n_genes) if medians is None else 1.0 / medians)
+        # Counts are multiplied by these factors; single precision is enough for a first sort.
+        self._inverse = np.ones(vocab.n_genes) if medians is None else 1.0 / medians
+        self._single = self._inverse.astype(np.float32)
+        factors = np.unique(self._inverse)
+        self._distinct = bool((factors[1:] > factors[:-1] * (1 + _APART)).all())
 
     @classmethod
     def from_geneformer(
@@ -441,25 +340,56 @@ class RankValueTokenizer(Tokenizer):
             return self._exact(block.indptr, block.genes, block.counts, block.totals)
         most, n_special = self.most_genes, self.vocab.n_special
         if self._packs(block):
-            return RaggedTokens(*rank_cells(block, self._scales, most, n_special))
+            indptr, longest = kept_indptr(block.indptr, most)
+            ids, values = np.empty(indptr[-1], dtype=np.int32), np.empty(indptr[-1], dtype=np.float32)
+            self._rank_into(block, longest, indptr[:-1], np.diff(indptr), ids, values)
+            return RaggedTokens(indptr, ids, values)
         shares = np.repeat(1.0 / np.maximum(block.totals, 1.0), np.diff(block.indptr))
         scaled = block.counts.astype(np.float64) * shares * TARGET_SUM
         values = expression(block, self.transform, self.target_sum)
-        return RaggedTokens(*ranked(block, scaled, self._scales.inverse, values, most, n_special))
+        return RaggedTokens(*ranked(block, scaled, self._inverse, values, most, n_special))
 
     def _packs(self, block: CellBlock) -> bool:
         """Return whether the fast kernel, which only computes log1p CP10K values, can rank a block."""
         usual = self.transform == "log1p_cp10k" and self.target_sum == TARGET_SUM
-        return usual and can_pack(block, self._scales)
+        # Genes and counts are packed together with their keys; nearly all are small enough.
+        return usual and len(self._inverse) <= _MAX and bool(block.counts.max(initial=0) < _MAX)
+
+    def _rank_into(
+        self,
+        block: CellBlock,
+        longest: int,
+        starts: np.ndarray,
+        sizes: np.ndarray,
+        ids: np.ndarray,
+        values: np.ndarray,
+    ) -> None:
+        """Write the `sizes` highest-ranked genes of each cell to `ids` and `values`, starting at `starts`."""
+        n_buckets = max(64, 1 << int(longest - 1).bit_length()) if longest else 64
+        table = _learn(block.indptr, block.genes, block.counts, self._single, n_buckets)
+        rank_packed(
+            block.indptr, block.genes, block.counts, block.totals, self._inverse, self._single, self._distinct, table,
+            n_buckets, longest, self.vocab.n_special, starts, sizes, ids, values,
+        )  # fmt: skip
 
     def _batch(self, block: CellBlock) -> TokenBatch:
         # Subclasses with another ranking override _tokenize.
         ours = self.parity == "stable" and type(self)._tokenize is RankValueTokenizer._tokenize
         if not ours or not self._packs(block):
             return super()._batch(block)
-        arrays = rank_padded(block, self._scales, self.most_genes, self.vocab.n_special, *self._frame)
-        ids, mask, values = map(torch.from_numpy, arrays)
-        return {"input_ids": ids, "attention_mask": mask, "values": values}
+        # Tokens are written directly into padded arrays, which avoids a second copy.
+        first, last = self._frame
+        indptr, longest = kept_indptr(block.indptr, self.most_genes)
+        sizes = np.diff(indptr)
+        before, around = int(first >= 0), int(first >= 0) + int(last >= 0)
+        width = max(1, int(sizes.max(initial=0)) + around)
+        ids = np.empty((len(sizes), width), dtype=np.int64)
+        mask, values = np.empty(ids.shape, dtype=np.bool_), np.empty(ids.shape, dtype=np.float32)
+        starts = np.arange(len(sizes), dtype=np.int64) * width + before
+        self._rank_into(block, longest, starts, sizes, ids.reshape(-1), values.reshape(-1))
+        _fill_around(sizes, first, last, ids, mask, values)
+        arrays = {"input_ids": ids, "attention_mask": mask, "values": values}
+        return cast(TokenBatch, {name: torch.from_numpy(array) for name, array in arrays.items()})
 
     def _tokenize_mapped(self, counts: sparse.csr_matrix, gene_map: GeneMap, totals: np.ndarray) -> RaggedTokens:
         if self.parity == "stable":
@@ -476,7 +406,7 @@ class RankValueTokenizer(Tokenizer):
         out_indptr = np.zeros(len(indptr), dtype=np.int64)
         for cell, (start, stop) in enumerate(zip(indptr[:-1], indptr[1:], strict=True)):
             scaled = counts[start:stop].astype(np.float64) * (1.0 / max(totals[cell], 1.0))
-            keys = scaled * TARGET_SUM * self._scales.inverse[genes[start:stop]]
+            keys = scaled * TARGET_SUM * self._inverse[genes[start:stop]]
             order = np.argsort(-keys)[: self.most_genes]
             chosen.append(start + order)
             out_indptr[cell + 1] = out_indptr[cell] + len(order)
