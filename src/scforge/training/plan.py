@@ -46,7 +46,7 @@ class EpochMetrics:
         if total is not None:
             sums = total(sums)
         means = (sums[:-1] / sums[-1]).cpu().numpy()
-        parts = np.split(means, np.cumsum([len(one) for one in flat])[:-1])
+        parts = np.split(means, np.cumsum([len(sums) for sums in flat])[:-1])
         shapes = [tuple(self._sums[name].shape) for name in names]
         self._sums, self._cells = {}, 0
         return {name: part.reshape(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}

@@ -31,7 +31,7 @@ from scforge.errors import redacted
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.setup import class_of_architecture
 from scforge.training.datamodule import CellDataModule
-from scforge.training.devices import ensure_devices
+from scforge.training.devices import check_devices
 from scforge.training.options import TrainOptions
 from scforge.training.run_folder import CONFIG_FILE, FINAL, RunFolder
 from scforge.workflows.check import (
@@ -274,7 +274,7 @@ def checked_arguments(config: Config, *, resume: Any, overwrite: bool) -> dict[s
     check_start(config, resume=resume, overwrite=overwrite)
     with placed(config):
         check_settings(config)
-        ensure_devices(config.training.accelerator, config.training.devices)
+        check_devices(config.training.accelerator, config.training.devices)
         arguments = train_arguments(config)
     if resume is not None:
         arguments["resume"] = resume
