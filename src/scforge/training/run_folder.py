@@ -299,8 +299,8 @@ class RunFolder:
         if outputs:
             ways = spelled("resume='auto'", "--resume auto"), spelled("overwrite=True", "--overwrite")
             raise OptionError(
-                f"checkpoint_dir={str(self.path)!r} already contains a training run ({outputs[-1].name}); pass {ways[0]} "
-                f"to resume, {ways[1]} to replace it, or another folder."
+                f"checkpoint_dir={str(self.path)!r} already contains a training run ({outputs[-1].name}); pass "
+                f"{ways[0]} to resume, {ways[1]} to replace it, or another folder."
             )
 
     def clear(self, *, states_only: bool = False) -> None:
