@@ -86,7 +86,7 @@ def apply_aliases(raw: Mapping[str, Any]) -> dict[str, Any]:
         If an alias and its canonical option have different values.
     """
     # Aliases are at most two levels deep; deeper values are shared and not changed.
-    content = {
+    content: dict[str, Any] = {
         name: {key: dict(value) if isinstance(value, Mapping) else value for key, value in section.items()}
         if isinstance(section, Mapping)
         else section

@@ -312,8 +312,9 @@ def fit(
         own.append(EpochProgress())
     if patience is not None and has_validation:
         # At the end of the epoch Lightning would include the warm-up. The plan itself stops at a loss of NaN.
-        early = {"check_finite": False, "check_on_train_epoch_end": False}
-        own.append(StopAfterWarmup(monitor, mode=mode, patience=patience, **early))
+        own.append(
+            StopAfterWarmup(monitor, mode=mode, patience=patience, check_finite=False, check_on_train_epoch_end=False)
+        )
     if saving.best is not None:
         own.append(saving.best(monitor, mode))
     if options.logger:
