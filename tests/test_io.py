@@ -110,6 +110,15 @@ def test_overwrite_replaces_the_model_and_nothing_else(tmp_path):
     assert listing(tmp_path) == ["model"]
 
 
+def test_overwrite_replaces_the_state_of_training_and_tables_of_an_export(tmp_path):
+    path = tmp_path / "model"
+    fill(path, OLD)
+    new = NEW | {"training/state.json": "new", "token_dictionary.pkl": "new"}
+    with atomic_folder(path, overwrite=True) as temporary:
+        fill(temporary, new)
+    assert content(path) == new
+
+
 def test_overwrite_leaves_files_of_others_that_have_our_names(tmp_path):
     path = tmp_path / "project"
     for mine in ({"README.md": "mine"}, {"config.json": '{"name": "mine"}'}, {"model.safetensors/a": "mine"}):

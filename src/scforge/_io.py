@@ -38,11 +38,19 @@ _MARK = "<!-- Written by scforge ({}). -->\n"
 
 _DESCRIPTIONS = ("config.json", "adapter.json", "export.json")
 
-_OWN = {"vocab.json", "model.safetensors", "adapter.safetensors", "split.safetensors", "origin.json"}
+_OWN = {
+    *("vocab.json", "model.safetensors", "adapter.safetensors", "split.safetensors", "origin.json"),
+    *("training/state.json", "training/state.safetensors"),
+}
+"""Files that belong to scforge in each folder with a description by scforge."""
 
 _DATA = "adata.h5ad"
 
-_LISTED = {_DATA, "reference.safetensors", "weights.safetensors", "model.onnx", "model.pt2"}
+_LISTED = {
+    *(_DATA, "reference.safetensors", "weights.safetensors", "model.onnx", "model.pt2"),
+    *("token_dictionary.pkl", "gene_median_dictionary.pkl", "ensembl_mapping_dict.pkl"),
+}
+"""Files that belong to scforge if a description lists them with a checksum; otherwise they are a user's."""
 
 _CARD = "README.md"
 """The model card, which belongs to scforge until a user edits it."""
@@ -277,13 +285,6 @@ def new_h5(path: str | os.PathLike[str]) -> Iterator[h5py.File]:
         finally:
             if raw.error is not None:
                 raise raw.error
-
-
-_OWN |= {"training/state.json", "training/state.safetensors"}
-"""Files that belong to scforge in each folder with a description by scforge."""
-
-_LISTED |= {"token_dictionary.pkl", "gene_median_dictionary.pkl", "ensembl_mapping_dict.pkl"}
-"""Files that belong to scforge if a description lists them with a checksum; otherwise they are a user's."""
 
 
 @contextlib.contextmanager

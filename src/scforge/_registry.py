@@ -138,19 +138,23 @@ class Registry[T]:
         if self._base is None or (callable(entry) and not isinstance(entry, type)):
             return
         what = f"{self.kind}={name!r} is {getattr(entry, '__qualname__', entry)!s}"
-        if not _derives(entry, self._base):
+        # Compared by name, so that the module of the base need not be imported.
+        package, _, last = self._base.rpartition(".")
+        bases = [cls for cls in getattr(entry, "__mro__", ()) if cls.__qualname__ == last]
+        if not any(f"{cls.__module__}.".startswith(f"{package}.") for cls in bases):
             raise OptionError(f"{what}, which is not a subclass of {self._base}; derive it from {self._base}.")
         check_defines(what, entry, self._members)
 
     def _plugins(self) -> dict[str, list[EntryPoint]]:
         """Return the entry points of each name, usually one."""
-        found: dict[str, list[EntryPoint]] = {}
+        points: dict[str, list[EntryPoint]] = {}
         for point in entry_points(group=self.group):
-            found.setdefault(point.name, []).append(point)
-        return found
+            points.setdefault(point.name, []).append(point)
+        return points
 
     def _load(self, name: str, offered: list[EntryPoint]) -> None:
-        packages = sorted({_package_of(point) for point in offered})
+        # A point that was created by hand is of no distribution.
+        packages = sorted({point.module if point.dist is None else point.dist.name for point in offered})
         if len({point.value for point in offered}) > 1:
             raise OptionError(f"{self.kind} {name!r} is provided by the packages {listing(packages)}; keep only one.")
         try:
@@ -208,30 +212,18 @@ def check_kinds(owner: Callable[..., Any], options: Mapping[str, Any]) -> None:
             raise OptionError(f"{name}={value!r} must be text.")
 
 
-def _package_of(point: EntryPoint) -> str:
-    """Return the package name of an entry point, or its module name if it was created manually."""
-    return point.module if point.dist is None else point.dist.name
-
-
-def _derives(entry: object, base: str) -> bool:
-    """Return whether an object is a subclass of `base`, without importing `base`."""
-    package, _, last = base.rpartition(".")
-    bases = entry.__mro__ if isinstance(entry, type) else ()
-    return any(cls.__qualname__ == last and f"{cls.__module__}.".startswith(f"{package}.") for cls in bases)
-
-
-def check_defines(what: str, found: object, members: Sequence[str]) -> None:
+def check_defines(what: str, entry: object, members: Sequence[str]) -> None:
     """Raise an OptionError if a class or an object lacks members; `what` is the prefix of the message."""
-    abstract: frozenset[str] = getattr(found, "__abstractmethods__", frozenset())
-    lacking = sorted({*abstract, *(name for name in members if not _defines(found, name))})
+    lacking = set(getattr(entry, "__abstractmethods__", ()))
+    for name in members:
+        member = getattr(entry, name, None)
+        # torch gives every module a forward of this name, which raises.
+        if member is None or getattr(member, "__name__", "") == "_forward_unimplemented":
+            lacking.add(name)
     if lacking:
-        raise OptionError(f"{what}, which lacks {listing(lacking)}; add {'it' if len(lacking) == 1 else 'them'}.")
-
-
-def _defines(entry: object, name: str) -> bool:
-    found = getattr(entry, name, None)
-    # torch gives every module a forward of this name, which raises.
-    return found is not None and getattr(found, "__name__", "") != "_forward_unimplemented"
+        raise OptionError(
+            f"{what}, which lacks {listing(sorted(lacking))}; add {'it' if len(lacking) == 1 else 'them'}."
+        )
 
 
 def _identity(obj: object) -> tuple[str | None, str | None]:

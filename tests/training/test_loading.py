@@ -12,7 +12,7 @@ from scforge.data.sampling import ClassBalance
 from scforge.data.store import StoreCells
 from scforge.errors import DataError, OptionError
 from scforge.tokenizers import get_tokenizer
-from scforge.training.loading import BatchLoader, default_threads
+from scforge.training.loading import BatchLoader
 
 ORDERS = {
     "plain": {"batch_size": 40},
@@ -163,9 +163,8 @@ def test_a_state_is_of_what_was_handed_out(store, name, taken):
 
 
 def test_threads_by_default(store, tiny_adata):
-    assert default_threads(open_cells(tiny_adata)) == 1
-    assert 1 <= default_threads(StoreCells.open(store)) <= 2
-    assert loader(store, ORDERS["plain"], num_threads=None).num_threads == default_threads(StoreCells.open(store))
+    assert BatchLoader(open_cells(tiny_adata), CellOrder(np.arange(9), 3), dict).num_threads == 1
+    assert 1 <= loader(store, ORDERS["plain"], num_threads=None).num_threads <= 2
     with pytest.raises(OptionError, match="num_threads=-1"):
         loader(store, ORDERS["plain"], num_threads=-1)
     with pytest.raises(OptionError, match="pin_memory='no' must be True or False"):

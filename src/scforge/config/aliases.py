@@ -85,8 +85,17 @@ def apply_aliases(raw: Mapping[str, Any]) -> dict[str, Any]:
     ConfigError
         If an alias and its canonical option have different values.
     """
-    content = _copied(raw)
-    _move_data(content)
+    # Aliases are at most two levels deep; deeper values are shared and not changed.
+    content: dict[str, Any] = {
+        name: {key: dict(value) if isinstance(value, Mapping) else value for key, value in section.items()}
+        if isinstance(section, Mapping)
+        else section
+        for name, section in raw.items()
+    }
+    if isinstance(section := get_option(content, "finetune.data"), Mapping):
+        del content["finetune"]["data"]
+        for key, value in section.items():
+            _put(content, f"data.{key}", value, alias=f"finetune.data.{key}")
     for alias, canonical in ALIASES.items():
         section, key = alias.split(".")
         holder = content.get(section)
@@ -108,16 +117,6 @@ def get_option(content: Mapping[str, Any], dotted: str) -> Any:
     return value
 
 
-def _copied(raw: Mapping[str, Any]) -> dict[str, Any]:
-    # Aliases are at most two levels deep; deeper values are shared and not changed.
-    return {
-        name: {key: dict(value) if isinstance(value, Mapping) else value for key, value in section.items()}
-        if isinstance(section, Mapping)
-        else section
-        for name, section in raw.items()
-    }
-
-
 def _put(content: dict[str, Any], dotted: str, value: Any, *, alias: str) -> None:
     *sections, key = dotted.split(".")
     holder = content
@@ -136,15 +135,6 @@ def _put(content: dict[str, Any], dotted: str, value: Any, *, alias: str) -> Non
             dotted,
         )
     holder[key] = value
-
-
-def _move_data(content: dict[str, Any]) -> None:
-    """Move the section ``finetune.data`` to the section ``data``."""
-    section = get_option(content, "finetune.data")
-    if isinstance(section, Mapping):
-        del content["finetune"]["data"]
-        for key, value in section.items():
-            _put(content, f"data.{key}", value, alias=f"finetune.data.{key}")
 
 
 def _use_gpus(content: dict[str, Any], n_gpus: Any) -> None:
@@ -194,9 +184,9 @@ class Source:
         depth, line = self._walk(location)
         for alias, canonical in _SPELLINGS:
             if list(location[: len(canonical)]) == canonical:
-                found, its_line = self._walk([*alias, *location[len(canonical) :]])
-                if found >= len(alias) and found - len(alias) + len(canonical) > depth:
-                    depth, line = found - len(alias) + len(canonical), its_line
+                alias_depth, alias_line = self._walk([*alias, *location[len(canonical) :]])
+                if alias_depth >= len(alias) and alias_depth - len(alias) + len(canonical) > depth:
+                    depth, line = alias_depth - len(alias) + len(canonical), alias_line
         return depth, None if self.keys else line
 
     def _walk(self, location: Sequence[int | str]) -> tuple[int, int | None]:
@@ -325,7 +315,7 @@ def known_names(schema: type[BaseModel], prefix: str = "") -> list[str]:
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
     """Return the section class of an option, or None if it is not a section."""
     choices = get_args(field.annotation) or (field.annotation,)
-    return next((one for one in choices if isinstance(one, type) and issubclass(one, BaseModel)), None)
+    return next((cls for cls in choices if isinstance(cls, type) and issubclass(cls, BaseModel)), None)
 
 
 def _sentence(detail: ErrorDetails, schema: type[BaseModel]) -> str:
@@ -334,18 +324,24 @@ def _sentence(detail: ErrorDetails, schema: type[BaseModel]) -> str:
     value = without_secrets(value, options="storage_option" in name)
     option = f"{name}={shown(value)}"
     if kind == "extra_forbidden":
-        names = known_names(schema)
-        section = name.rpartition(".")[0]
-        siblings = [known.rpartition(".")[2] for known in names if known.rpartition(".")[0] == section]
-        return unknown_option(name, value, schema, siblings, "a known option")
+        section, _, key = name.rpartition(".")
+        names = [(known, *known.rpartition(".")) for known in known_names(schema)]
+        siblings = [its_key for _, its_section, _, its_key in names if its_section == section]
+        near = _nearest(key, siblings)
+        # First the same name elsewhere, then similar names.
+        elsewhere = [known for known, _, _, its_key in names if its_key == key and known != name]
+        suggestion = next(iter(elsewhere), None) or (near and f"{section}.{near}".lstrip("."))
+        listed = listing(siblings, most=8 if suggestion else 24)
+        place = section or "a configuration"
+        return f"{name}={shown(value)} is not a known option{_hint(suggestion)} ({place} has: {listed})"
     if kind == "missing":
         if name.startswith("finetune."):
             example = "finetune: {base_model: checkpoints/final, task: annotation}"
             return f"{name} is missing; set base_model and task, e.g. {example}"
         return f"{name} is missing; every configuration needs data, e.g. data: {{paths: [cells.h5ad]}}"
     if kind == "literal_error":
-        known = re.findall(r"'([^']*)'", context["expected"])
-        return f"{option} is not known{_hint(_nearest(str(value), known))} (known: {listing(known)})"
+        choices = re.findall(r"'([^']*)'", context["expected"])
+        return f"{option} is not known{_hint(_nearest(str(value), choices))} (known: {listing(choices)})"
     if kind == "invalid_key":
         section = dotted_name(detail["loc"][:-1]) or "a configuration"
         return f"{section} has the key {shown(value)}, which is not the name of an option"
@@ -353,30 +349,6 @@ def _sentence(detail: ErrorDetails, schema: type[BaseModel]) -> str:
         return f"{option} {context['error']}"
     words = _WORDS.get(kind) or "cannot be used: " + " ".join(detail["msg"].split()).rstrip(".")
     return f"{option} {words}"
-
-
-def unknown_option(name: str, value: object, schema: type[BaseModel], siblings: list[str], has: str) -> str:
-    """Return the message for an unknown option, with a suggestion.
-
-    Parameters
-    ----------
-    name, value
-        Dotted name of the option, and its value.
-    schema
-        Sections that may contain the option.
-    siblings
-        Names of the known options in the same section.
-    has
-        Text on the owner of these options.
-    """
-    section, _, key = name.rpartition(".")
-    near = _nearest(key, siblings)
-    # A name in the schema, or an alias, may still not be an option of this architecture.
-    known = [option for option in known_names(schema) if option.rpartition(".")[2] == key and option != name]
-    # First the same name elsewhere, then similar names.
-    suggestion = next(iter(known), None) or (near and f"{section}.{near}".lstrip("."))
-    listed = listing(siblings, most=8 if suggestion else 24)
-    return f"{name}={shown(value)} is not {has}{_hint(suggestion)} ({section or 'a configuration'} has: {listed})"
 
 
 def _nearest(word: str, known: list[str]) -> str | None:

@@ -90,9 +90,16 @@ def config_schema(output: str | os.PathLike[str] | None = None, *, overwrite: bo
         holder, key = alias.split(".")
         meant = copy.deepcopy(_find(schema, canonical))
         _find(schema, holder)["properties"][key] = meant | {"description": f"The same as {canonical}."}
-    for option in ("data.paths", "data.obs_columns", "output.loggers"):
-        _allow_one(_find(schema, option))
-    _allow_empty(schema)
+    for name in ("data.paths", "data.obs_columns", "output.loggers"):
+        # A single item is allowed instead of a list with one item.
+        choices = _find(schema, name)["anyOf"]
+        choices += [choice["items"] for choice in choices if choice.get("type") == "array"]
+    # A section may be empty, e.g. if all keys are commented out.
+    for holder in (schema, *schema["$defs"].values()):
+        for name, option in holder.get("properties", {}).items():
+            if "$ref" in option:
+                words = {"description": option["description"]} if "description" in option else {}
+                holder["properties"][name] = words | {"anyOf": [{"$ref": option["$ref"]}, {"type": "null"}]}
     if output is not None:
         check_output("output", output, overwrite=overwrite)
         atomic_write_text(output, json.dumps(schema, indent=2) + "\n", overwrite=overwrite, argument="output")
@@ -100,11 +107,11 @@ def config_schema(output: str | os.PathLike[str] | None = None, *, overwrite: bo
 
 
 def _sections(schema: type[BaseModel]) -> list[type[BaseModel]]:
-    found: list[type[BaseModel]] = []
+    sections: list[type[BaseModel]] = []
     for field in schema.model_fields.values():
         if (section := section_of(field)) is not None:
-            found += [section, *_sections(section)]
-    return found
+            sections += [section, *_sections(section)]
+    return sections
 
 
 def _describe(section: type[BaseModel], schema: dict[str, Any]) -> None:
@@ -130,25 +137,10 @@ def _describe(section: type[BaseModel], schema: dict[str, Any]) -> None:
 
 
 def _find(schema: dict[str, Any], dotted: str) -> dict[str, Any]:
-    found = schema
+    option = schema
     for key in dotted.split("."):
-        found = found["properties"][key]
-        reference = found.get("$ref") or next((one["$ref"] for one in found.get("anyOf", []) if "$ref" in one), None)
+        option = option["properties"][key]
+        reference = next((choice["$ref"] for choice in [option, *option.get("anyOf", [])] if "$ref" in choice), None)
         if reference is not None:
-            found = schema["$defs"][reference.rpartition("/")[2]]
-    return found
-
-
-def _allow_one(option: dict[str, Any]) -> None:
-    """Allow a single item instead of a list with one item."""
-    lists = [choice for choice in option["anyOf"] if choice.get("type") == "array"]
-    option["anyOf"] += [choice["items"] for choice in lists]
-
-
-def _allow_empty(schema: dict[str, Any]) -> None:
-    """Allow empty sections, e.g. if all keys are commented out."""
-    for holder in (schema, *schema["$defs"].values()):
-        for name, option in holder.get("properties", {}).items():
-            if "$ref" in option:
-                words = {"description": option["description"]} if "description" in option else {}
-                holder["properties"][name] = words | {"anyOf": [{"$ref": option["$ref"]}, {"type": "null"}]}
+            option = schema["$defs"][reference.rpartition("/")[2]]
+    return option

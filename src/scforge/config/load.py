@@ -36,16 +36,16 @@ _HINTS = {
 class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            made = super().construct_object(node, deep)
+            value = super().construct_object(node, deep)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             # Some scalars look like a date or a number but are not, e.g. 2024-13-01; PyYAML leaves that to Python.
             kind = node.tag.rpartition(":")[2]
             raise yaml.constructor.ConstructorError(
                 None, None, f"{shown(node.value)} is not a value of type {kind}; put text in quotes", node.start_mark
             ) from error
-        if problem := unfit(made):
+        if problem := unfit(value):
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-        return made
+        return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -245,8 +245,8 @@ def _canonical(content: Mapping[str, Any], source: Source) -> dict[str, Any]:
     try:
         return apply_aliases(content)
     except AliasError as error:
-        found = [source.find(option.split("."))[1] for option in error.options]
-        lines = list(dict.fromkeys(str(line) for line in found if line is not None))
+        places = [source.find(option.split("."))[1] for option in error.options]
+        lines = list(dict.fromkeys(str(line) for line in places if line is not None))
         numbered = f", line{'s' if len(lines) > 1 else ''} {' and '.join(lines)}" if lines else ""
         raise ConfigError(f"{source.where}{numbered}: {error}") from None
 

@@ -610,18 +610,16 @@ def _benchmarks(value: Any) -> Any:
     if not isinstance(benchmarks, list):
         raise ValueError("is not a list of benchmarks")
     for benchmark in benchmarks:
-        named = isinstance(benchmark, Mapping) and len(benchmark) == 1 and _is_named(*next(iter(benchmark.items())))
-        if not named and not (isinstance(benchmark, str) and benchmark):
+        name, options = benchmark, None
+        if isinstance(benchmark, Mapping) and len(benchmark) == 1:
+            name, options = next(iter(benchmark.items()))
+        has_text_keys = isinstance(options, Mapping | None) and all(isinstance(key, str) for key in options or ())
+        if not (isinstance(name, str) and name and has_text_keys):
             raise ValueError(
                 "contains an item that is not a benchmark; pass the name of each benchmark, optionally with options, "
                 "e.g. [cell_type_annotation: {dataset: held_out}]"
             )
     return benchmarks
-
-
-def _is_named(name: Any, options: Any) -> bool:
-    keys_are_text = options is None or (isinstance(options, Mapping) and all(isinstance(key, str) for key in options))
-    return isinstance(name, str) and bool(name) and keys_are_text
 
 
 Benchmarks = Annotated[

@@ -310,6 +310,7 @@ def find_model(
     *,
     prefix: str,
     revision: str | None = None,
+    token: str | bool | None = None,
     **access: Any,
 ) -> FoundModel:
     """Find a model as in :func:`resolve`, with the same options; `prefix` is the prefix of messages."""
@@ -329,7 +330,14 @@ def find_model(
             raise OptionError(f"revision={revision!r} has no effect: {prefix} is a local folder; omit revision.")
         return FoundModel(folder, *origin_of(folder))
     assert repo_id is not None
-    return _fetch(repo_id, prefix, revision, **access)
+    with hub_errors(prefix, repo_id, revision):
+        api = hub_api(token)
+        folder = Path(api.snapshot_download(repo_id, revision=revision, allow_patterns=list(SHARED_FILES), **access))
+    if kind_of_folder(folder) is None:
+        raise ModelFileError(
+            f"{prefix}: {repo_id!r} contains no {described_kind()}; convert it with scforge convert-checkpoint."
+        )
+    return FoundModel(folder, repo_id, folder.name)
 
 
 def _checked(folder: Path, prefix: str) -> Path:
@@ -344,17 +352,3 @@ def hub_hint(folder: Path) -> str:
     """Return text for a message on how to name a repository of the hub, which a path may be meant as."""
     name = repository(folder.as_posix())
     return f"{name} if it is a repository of the hub," if is_hub_name(name) else "a hub repository (hf://org/name)"
-
-
-def _fetch(
-    repo_id: str, prefix: str, revision: str | None, *, token: str | bool | None = None, **options: Any
-) -> FoundModel:
-    """Return the cached folder of a repository, downloading missing files."""
-    with hub_errors(prefix, repo_id, revision):
-        api = hub_api(token)
-        folder = Path(api.snapshot_download(repo_id, revision=revision, allow_patterns=list(SHARED_FILES), **options))
-    if kind_of_folder(folder) is None:
-        raise ModelFileError(
-            f"{prefix}: {repo_id!r} contains no {described_kind()}; convert it with scforge convert-checkpoint."
-        )
-    return FoundModel(folder, repo_id, folder.name)

@@ -137,6 +137,7 @@ def attention_heatmap(
     """
     import matplotlib as mpl
     from matplotlib.colors import ListedColormap
+    from scipy.cluster.hierarchy import leaves_list, linkage
 
     check_known("key", key, adata.varp, "adata.varp", fix="call model.get_attention(adata) first")
     graph = sparse.csr_matrix(adata.varp[key])
@@ -144,7 +145,11 @@ def attention_heatmap(
     values = graph[rows][:, rows].toarray().astype(float)
     if not (values > 0).any():
         raise DataError("the graph contains no attention between these genes; choose other genes, or omit genes.")
-    order = _alike(values)
+    order = np.arange(len(values))
+    if len(values) > 2:
+        both = np.hstack([values, values.T])
+        tree = linkage(both / max(both.max(), 1e-12), method="average", optimal_ordering=True)
+        order = leaves_list(tree)
     values, names = values[np.ix_(order, order)], [str(adata.var_names[rows[row]]) for row in order]
     n_shown = len(names)
     ax = new_axes(ax, 2.6 + 0.19 * n_shown, max(3.0, 2.0 + 0.19 * n_shown), layout="compressed")
@@ -177,13 +182,3 @@ def _genes_of(adata: AnnData, genes: Sequence[str] | None, graph: sparse.csr_mat
     for gene in genes:
         check_known("genes", gene, adata.var_names, "adata.var_names")
     return adata.var_names.get_indexer(list(dict.fromkeys(genes)))
-
-
-def _alike(values: np.ndarray) -> np.ndarray:
-    """Return the leaf order of a clustering of rows and columns (average linkage, optimal ordering)."""
-    from scipy.cluster.hierarchy import leaves_list, linkage
-
-    if len(values) < 3:
-        return np.arange(len(values))
-    both = np.hstack([values, values.T])
-    return leaves_list(linkage(both / max(both.max(), 1e-12), method="average", optimal_ordering=True))

@@ -195,7 +195,10 @@ def calibration(
     centers = (np.array(list(grouped.indices)) + 0.5) / n_bins
     ax.bar(centers, n_cells / len(known), width=0.9 / n_bins, color="0.85", label="fraction of cells")
     ax.plot([0, 1], [0, 1], color="0.4", linestyle="--", linewidth=1, label="as often right as sure")
-    ax.vlines(mean, *_wilson(accuracy, n_cells), color=COLORS[0], alpha=0.5, linewidth=2)
+    z = 1.96
+    middle = (accuracy + z**2 / (2 * n_cells)) / (1 + z**2 / n_cells)
+    half = z * np.sqrt(accuracy * (1 - accuracy) / n_cells + z**2 / (4 * n_cells**2)) / (1 + z**2 / n_cells)
+    ax.vlines(mean, middle - half, middle + half, color=COLORS[0], alpha=0.5, linewidth=2)
     ax.plot(mean, accuracy, "o-", color=COLORS[0], markersize=5, linewidth=1, label="accuracy")
     ax.set(xlabel=f"confidence{_left_out(len(columns) - len(known))}", ylabel="accuracy")
     ax.set(xlim=(0, 1), ylim=(0, 1.02), aspect="equal")
@@ -204,11 +207,3 @@ def calibration(
     legend_beside(ax)
     literal(ax)
     return ax
-
-
-def _wilson(share: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ends of the confidence interval of fractions of `n` at 95% (Wilson 1927)."""
-    z = 1.96
-    middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
-    half = z * np.sqrt(share * (1 - share) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)
-    return middle - half, middle + half

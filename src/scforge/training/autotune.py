@@ -72,17 +72,24 @@ def find_batch_size(
     """
     limit = max(1, min(most, len(data.train_rows) // _MIN_STEPS))
     sizes = [1 << power for power in range(limit.bit_length())]
+    largest: int | None
     if device.type == "cuda":
-        found = _by_trying(module, data, device, sizes, precision)
+        largest = _by_trying(module, data, device, sizes, precision)
+    elif (memory := available_memory()) is None:
+        largest = max(size for size in sizes if size <= data.objective.defaults.batch_size)
     else:
-        found = _by_size(module, data, sizes)
-    if found is None:
+        few, more = sizes[min(1, len(sizes) - 1)], sizes[min(3, len(sizes) - 1)]
+        kept = {size: _kept_bytes(module, data, size) for size in {few, more}}
+        per_cell = (kept[more] - kept[few]) / (more - few) if more > few else kept[few] / few
+        # A backward pass stores the gradients of a layer in addition to unused activations.
+        largest = max((size for size in sizes if 1.5 * per_cell * size <= _SHARE * memory), default=None)
+    if largest is None:
         raise TrainingError(
             "memory ran out with a batch of one cell; lower the tokenizer's max_len (data.max_genes), or pass "
             "gradient_checkpointing=True (training.gradient_checkpointing)."
         )
-    logger.info("Using batches of %d cells (batch_size='auto').", found)
-    return found
+    logger.info("Using batches of %d cells (batch_size='auto').", largest)
+    return largest
 
 
 def choose_precision(module: nn.Module, data: CellDataModule, device: torch.device, processes: int = 1) -> str:
@@ -119,31 +126,20 @@ def choose_precision(module: nn.Module, data: CellDataModule, device: torch.devi
         return "32-true"
     batch_size = data.batch_size or data.objective.defaults.batch_size
     batch = _batch(data, min(batch_size, len(data.train_rows)), device)
+    module.to(device)
     seconds = {}
     for precision in ("32-true", "bf16-mixed"):
         times = []
         for _ in range(4):
             start = time.perf_counter()
             with _autocast(device, precision):
-                _step(module.to(device), data, batch)
+                _step(module, data, batch)
             times.append(time.perf_counter() - start)
         seconds[precision] = min(times[1:])  # the first step also creates plans and kernels
     gain = seconds["32-true"] / seconds["bf16-mixed"]
     chosen = "bf16-mixed" if gain >= _FASTER else "32-true"
     logger.info("A training step in bf16 is %.2f times as fast as in float32; using precision=%r.", gain, chosen)
     return chosen
-
-
-def _by_size(module: nn.Module, data: CellDataModule, sizes: list[int]) -> int | None:
-    there = available_memory()
-    if there is None:
-        return max(size for size in sizes if size <= data.objective.defaults.batch_size)
-    few, more = sizes[min(1, len(sizes) - 1)], sizes[min(3, len(sizes) - 1)]
-    kept = {size: _kept_bytes(module, data, size) for size in {few, more}}
-    per_cell = (kept[more] - kept[few]) / (more - few) if more > few else kept[few] / few
-    # A backward pass stores the gradients of a layer in addition to unused activations.
-    fitting = [size for size in sizes if 1.5 * per_cell * size <= _SHARE * there]
-    return max(fitting, default=None)
 
 
 def _kept_bytes(module: nn.Module, data: CellDataModule, size: int) -> int:
@@ -168,7 +164,7 @@ def _autocast(device: torch.device, precision: str | None) -> torch.autocast:
 def _by_trying(
     module: nn.Module, data: CellDataModule, device: torch.device, sizes: list[int], precision: str | None
 ) -> int | None:
-    found = None
+    largest = None
     module.to(device)
     for size in sizes:
         states: list[torch.Tensor] = []
@@ -184,8 +180,8 @@ def _by_trying(
         finally:
             del states
             torch.cuda.empty_cache()
-        found = size
-    return found
+        largest = size
+    return largest
 
 
 def _batch(data: CellDataModule, size: int, device: torch.device) -> dict[str, Any]:

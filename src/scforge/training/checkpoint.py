@@ -57,11 +57,6 @@ class GracefulStop(Callback):
         self._at_once = True
         self._before: dict[int, Any] = {}
 
-    @property
-    def cuts(self) -> bool:
-        """Whether Ctrl-C has interrupted an epoch that can be resumed."""
-        return self.stopped and self.saves
-
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Install the Ctrl-C handler, if this thread can handle signals."""
         # With accumulated gradients or several processes, a step must be completed.
@@ -71,7 +66,8 @@ class GracefulStop(Callback):
             self.stopped = True
             if self._at_once:
                 trainer.should_stop = True
-            self._restore(signal.SIGINT)
+            if (before := self._before.pop(signal.SIGINT, None)) is not None:
+                signal.signal(signal.SIGINT, before)
 
         self._listen(signal.SIGINT, interrupted)
 
@@ -86,26 +82,22 @@ class GracefulStop(Callback):
                 self._listen(signum, ending)
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Make all processes stop at the same step."""
-        self._agree(trainer)
-        if self.stopped and not trainer.fit_loop._should_accumulate():
-            trainer.should_stop = True
-
-    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Make all processes stop after the same validation."""
-        self._agree(trainer)
-        if self.stopped:
-            trainer.should_stop = True
-
-    def _agree(self, trainer: lightning.Trainer) -> None:
+        """Make all processes stop at the same step, or after the same validation."""
         if trainer.world_size > 1:
             self.stopped = trainer.strategy.reduce_boolean_decision(self.stopped, all=False)
             ends = trainer.strategy.reduce_boolean_decision(self.signal is not None, all=False)
             self.signal = (self.signal or signal.SIGTERM) if ends else None
+        if self.stopped and not trainer.fit_loop._should_accumulate():
+            trainer.should_stop = True
+
+    on_train_epoch_end = on_train_batch_end
 
     def teardown(self, *args: Any, **kwargs: Any) -> None:
         """Restore the previous signal handlers."""
-        self._restore(*self._before)
+        for signum, before in self._before.items():
+            if before is not None:
+                signal.signal(signum, before)
+        self._before.clear()
 
     on_exception = teardown  # Lightning calls no teardown after an error
 
@@ -113,29 +105,16 @@ class GracefulStop(Callback):
         if threading.current_thread() is threading.main_thread():
             self._before[signum] = signal.signal(signum, handler)
 
-    def _restore(self, *signums: int) -> None:
-        for signum in signums:
-            if (before := self._before.pop(signum, None)) is not None:
-                signal.signal(signum, before)
-
 
 def kept_weights(trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> dict[str, torch.Tensor]:
     """Return a copy of the trained weights, or of their moving average if one is kept.
 
     All processes must call this function; see :func:`scforge.training.devices.copy_of_weights`.
     """
-    average = next((one for one in trainer.callbacks if isinstance(one, MovingAverage)), None)
-    return copy_of_weights(pl_module.module) if average is None else average.copy()
-
-
-def worst(mode: str) -> float:
-    """Return the worst possible value of a metric in the mode ``"min"`` or ``"max"``."""
-    return math.inf if mode == "min" else -math.inf
-
-
-def is_better(value: float, other: float, mode: str) -> bool:
-    """Return whether a metric value is better than another value."""
-    return value < other if mode == "min" else value > other
+    for callback in trainer.callbacks:
+        if isinstance(callback, MovingAverage) and callback.average is not None:
+            return {name: value.detach().cpu().clone() for name, value in callback.average.items()}
+    return copy_of_weights(pl_module.module)
 
 
 class BestWeights(Callback):
@@ -156,9 +135,9 @@ class BestWeights(Callback):
 
     def __init__(self, monitor: str, mode: str = "min") -> None:
         self.monitor = monitor
-        self.mode = mode
+        self.sign = 1 if mode == "min" else -1
         self.epoch = -1
-        self.value = worst(mode)
+        self.value = self.sign * math.inf
         self.state: dict[str, torch.Tensor] | None = None
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
@@ -168,8 +147,8 @@ class BestWeights(Callback):
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Copy the weights if the epoch is the best so far."""
-        value = float(trainer.callback_metrics.get(self.monitor, worst(self.mode)))
-        if is_better(value, self.value, self.mode):
+        value = float(trainer.callback_metrics.get(self.monitor, self.sign * math.inf))
+        if self.sign * value < self.sign * self.value:
             self.epoch, self.value = trainer.current_epoch, value
             self.state = kept_weights(trainer, pl_module)
 
@@ -192,6 +171,11 @@ class MovingAverage(Callback):
     ----------
     decay
         Decay d of the average, between 0 and 1, e.g. 0.999.
+
+    Attributes
+    ----------
+    average
+        The average so far; None before training starts.
     """
 
     def __init__(self, decay: float) -> None:
@@ -201,19 +185,14 @@ class MovingAverage(Callback):
         self.decay = decay
         self.steps = 0
         self._seen = 0
-        self._average: dict[str, torch.Tensor] | None = None
+        self.average: dict[str, torch.Tensor] | None = None
         self._raw: dict[str, torch.Tensor] | None = None
-
-    def copy(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the average on the CPU."""
-        assert self._average is not None
-        return {name: value.detach().cpu().clone() for name, value in self._average.items()}
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Start from the current weights, or move a loaded average to their device."""
         weights = pl_module.module.state_dict()
-        source = weights if self._average is None else self._average
-        self._average = {name: source[name].detach().to(value.device).clone() for name, value in weights.items()}
+        source = weights if self.average is None else self.average
+        self.average = {name: source[name].detach().to(value.device).clone() for name, value in weights.items()}
         self._seen = trainer.global_step
 
     @torch.no_grad()
@@ -226,18 +205,18 @@ class MovingAverage(Callback):
         self._seen = trainer.global_step
         self.steps += 1
         keep = min(self.decay, (1 + self.steps) / (10 + self.steps))
-        assert self._average is not None
+        assert self.average is not None
         for name, value in pl_module.module.state_dict().items():
             if value.is_floating_point():
-                self._average[name].lerp_(value, 1.0 - keep)
+                self.average[name].lerp_(value, 1.0 - keep)
             else:
-                self._average[name].copy_(value)
+                self.average[name].copy_(value)
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Load the average, so that it is validated."""
-        if self._average is not None:
+        if self.average is not None:
             self._raw = {name: value.detach().clone() for name, value in pl_module.module.state_dict().items()}
-            pl_module.module.load_state_dict(self._average)
+            pl_module.module.load_state_dict(self.average)
 
     def put_back(self, pl_module: lightning.LightningModule) -> None:
         """Restore the trained weights after all callbacks have used the validated average."""
@@ -247,11 +226,11 @@ class MovingAverage(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average and its number of steps."""
-        return {"steps": self.steps, "average": self._average}
+        return {"steps": self.steps, "average": self.average}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the average."""
-        self.steps, self._average = state_dict["steps"], state_dict["average"]
+        self.steps, self.average = state_dict["steps"], state_dict["average"]
 
 
 class PreemptedError(Exception):
@@ -351,12 +330,23 @@ class SaveState(Checkpoint):
         if state is None:
             return
         with restoring():
-            _load_optimizer(trainer, pl_module, state["optimizer"])
+            optimizer = trainer.optimizers[0]
+            if isinstance(trainer.strategy, ModelParallelStrategy):
+                from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+                whole = StateDictOptions(full_state_dict=True)
+                set_optimizer_state_dict(pl_module.module, optimizer, state["optimizer"], options=whole)
+            else:
+                optimizer.load_state_dict(state["optimizer"])
             for config, saved in zip(trainer.lr_scheduler_configs, state["schedules"], strict=True):
                 config.scheduler.load_state_dict(saved)
             trainer.precision_plugin.load_state_dict(state["precision"])
             pl_module.train_means.load_state_dict(state["means"][trainer.global_rank])
-            _set_counters(trainer, epoch=state["epoch"], step=state["step"])
+            loop = trainer.fit_loop
+            for progress in (loop.epoch_progress.current, loop.epoch_progress.total):
+                progress.ready = progress.started = progress.processed = progress.completed = state["epoch"]
+            steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+            steps.ready = steps.completed = loop.epoch_loop._batches_that_stepped = state["step"]
             for key, callback in self._stateful(trainer).items():
                 if key in state["callbacks"]:
                     saved = dict(state["callbacks"][key])
@@ -369,9 +359,20 @@ class SaveState(Checkpoint):
         if trainer.is_global_zero and self.saving.begin is not None:
             self.saving.begin()
         self._seen = trainer.global_step
-        if self.saving.resume is not None:
-            with restoring():
-                _set_random_state(self.saving.resume["random"][trainer.global_rank])
+        if self.saving.resume is None:
+            return
+        with restoring():
+            state = self.saving.resume["random"][trainer.global_rank]
+            torch.set_rng_state(state["torch"])
+            if len(state["cuda"]) == torch.cuda.device_count():
+                torch.cuda.set_rng_state_all(state["cuda"])
+            else:
+                warn(
+                    f"The checkpoint was saved with {len(state['cuda'])} GPUs, but {torch.cuda.device_count()} are "
+                    "available; the random states of the GPUs are not restored."
+                )
+            np.random.set_state(state["numpy"])
+            random.setstate(state["python"])
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *args: Any, **kwargs: Any
@@ -415,6 +416,12 @@ class SaveState(Checkpoint):
                 f"the weights contain NaN or infinite values in step {trainer.global_step} and are not saved; lower "
                 "the learning rate (lr), or check the counts for extreme values."
             )
+        random_state = {
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "numpy": np.random.get_state(legacy=False),
+            "python": random.getstate(),
+        }
         state = {
             "format": FORMAT,
             "scforge_version": __version__,
@@ -430,7 +437,7 @@ class SaveState(Checkpoint):
             "means": _gathered(trainer, pl_module.train_means.state_dict()),
             "callbacks": {key: callback.state_dict() for key, callback in self._stateful(trainer).items()},
             "data": self.data.position(begins_epoch=epoch > trainer.current_epoch),
-            "random": _gathered(trainer, _random_state()),
+            "random": _gathered(trainer, random_state),
         }
         name = f"step={trainer.global_step:08d}"
         if trainer.is_global_zero and self.saving.write is not None:
@@ -500,55 +507,12 @@ def check_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, where: s
     )
 
 
-def _set_counters(trainer: lightning.Trainer, *, epoch: int, step: int) -> None:
-    """Set the counters of the Lightning loops."""
-    loop = trainer.fit_loop
-    for progress in (loop.epoch_progress.current, loop.epoch_progress.total):
-        progress.ready = progress.started = progress.processed = progress.completed = epoch
-    steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
-    steps.ready = steps.completed = step
-    loop.epoch_loop._batches_that_stepped = step
-
-
-def _load_optimizer(trainer: lightning.Trainer, pl_module: lightning.LightningModule, state: dict[str, Any]) -> None:
-    optimizer = trainer.optimizers[0]
-    if isinstance(trainer.strategy, ModelParallelStrategy):
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
-        options = StateDictOptions(full_state_dict=True)
-        set_optimizer_state_dict(pl_module.module, optimizer, state, options=options)
-    else:
-        optimizer.load_state_dict(state)
-
-
 def _gathered(trainer: lightning.Trainer, value: Any) -> list[Any]:
     if trainer.world_size == 1:
         return [value]
     values: list[Any] = [None] * trainer.world_size
     torch.distributed.all_gather_object(values, value)
     return values
-
-
-def _random_state() -> dict[str, Any]:
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": np.random.get_state(legacy=False),
-        "python": random.getstate(),
-    }
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
-    else:
-        warn(
-            f"The checkpoint was saved with {len(state['cuda'])} GPUs, but {torch.cuda.device_count()} are available; "
-            "the random states of the GPUs are not restored."
-        )
-    np.random.set_state(state["numpy"])
-    random.setstate(state["python"])
 
 
 @contextmanager

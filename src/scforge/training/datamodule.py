@@ -202,7 +202,6 @@ class CellDataModule(lightning.LightningDataModule):
             )
         self._train_loader: BatchLoader | None = None
         self._state: dict[str, Any] | None = None
-        self._shortens = False
         self.tokenizer: Any = None
         self.objective: Any = None
         self.first_epoch = first_epoch
@@ -233,8 +232,8 @@ class CellDataModule(lightning.LightningDataModule):
         """Return shuffled batches, with new masks and views in each epoch."""
         self._train_loader = loader = self._loader(self.train_rows, shuffle=True)
         if self._state is not None:
-            loader.load_state_dict(self._state, shortens=self._shortens)
-            self._state, self._shortens = None, False
+            loader.load_state_dict(self._state)
+            self._state = None
         return loader
 
     def state_dict(self) -> dict[str, Any]:
@@ -244,7 +243,7 @@ class CellDataModule(lightning.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Skip the batches counted in a state in the next call of :meth:`train_dataloader`."""
         # Lightning restores a loader only if none exists yet, and counting the steps of a run creates one.
-        self._state, self._shortens = state_dict.get("train_loader"), False
+        self._state = state_dict.get("train_loader")
 
     def position(self, *, begins_epoch: bool) -> dict[str, Any]:
         """Return the position of the next training batch, for :meth:`go_on_with`; JSON-safe.
@@ -268,7 +267,7 @@ class CellDataModule(lightning.LightningDataModule):
 
     def go_on_with(self, position: dict[str, Any]) -> None:
         """Make the next :meth:`train_dataloader` return the remaining batches of an epoch."""
-        self._state, self._shortens = position, True
+        self._state = {**position, "shortens": True}
 
     def val_dataloader(self) -> BatchLoader | list[Any]:
         """Return batches of held-out cells, with the same masks and views in each epoch, so epochs are comparable."""

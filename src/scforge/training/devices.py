@@ -20,7 +20,7 @@ from scforge.models.components.transformer import TransformerBlock, TransformerS
 STRATEGIES = ("auto", "ddp", "fsdp")
 
 
-def ensure_devices(accelerator: str, devices: Any) -> None:
+def check_devices(accelerator: str, devices: Any) -> None:
     """Raise an error if more GPUs are requested than available.
 
     Raises
@@ -30,13 +30,12 @@ def ensure_devices(accelerator: str, devices: Any) -> None:
     """
     if accelerator not in ("gpu", "cuda"):
         return
-    there = torch.cuda.device_count() or int(torch.backends.mps.is_available())
-    wanted = devices if isinstance(devices, int) and devices > 0 else 1
-    if wanted > there:
-        others = "accelerator='cpu'" if there == 0 else f"devices={there}"
+    n_gpus = torch.cuda.device_count() or int(torch.backends.mps.is_available())
+    if (devices if isinstance(devices, int) and devices > 0 else 1) > n_gpus:
+        others = f"devices={n_gpus}" if n_gpus else "accelerator='cpu'"
         raise OptionError(
-            f"devices={devices!r} with accelerator={accelerator!r} requires more GPUs than this machine has ({there}); "
-            f"pass {others}."
+            f"devices={devices!r} with accelerator={accelerator!r} requires more GPUs than this machine has "
+            f"({n_gpus}); pass {others}."
         )
 
 

@@ -29,15 +29,13 @@ from scforge.training.checkpoint import (
     SaveOptions,
     SaveState,
     SavingError,
-    is_better,
     kept_weights,
     restoring,
-    worst,
 )
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import (
+    check_devices,
     copy_of_weights,
-    ensure_devices,
     is_sharded,
     make_strategy,
     n_processes,
@@ -49,7 +47,6 @@ from scforge.training.options import TrainOptions
 from scforge.training.plan import GradualUnfreezing, NotFiniteError, TrainingPlan
 
 logger = logging.getLogger("scforge")
-
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
@@ -76,20 +73,7 @@ _REMARKS = (
 
 
 class StopAfterWarmup(EarlyStopping):
-    """Early stopping that ignores the learning-rate warm-up, during which the loss may rise.
-
-    Parameters
-    ----------
-    monitor, mode
-        Name of the metric, and whether ``"min"`` or ``"max"`` is better.
-    patience
-        Number of epochs without improvement before training stops.
-    """
-
-    def __init__(self, monitor: str, *, mode: str = "min", patience: int) -> None:
-        # Otherwise Lightning would check at the end of the epoch and include the warm-up. The plan itself stops
-        # training if the loss is NaN.
-        super().__init__(monitor, mode=mode, patience=patience, check_finite=False, check_on_train_epoch_end=False)
+    """Early stopping that ignores the learning-rate warm-up, during which the loss may rise."""
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Count an epoch after the warm-up."""
@@ -129,23 +113,23 @@ class SaveBest(Callback):
         self.remove = remove
         self.top_k = top_k
         self.monitor = monitor
-        self.mode = mode
+        self.sign = 1 if mode == "min" else -1
         self.first_epoch = first_epoch
         self.kept: list[tuple[float, str]] = []
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Save the epoch if it is among the `top_k` best."""
-        if not trainer.is_last_batch and any(isinstance(one, GracefulStop) and one.cuts for one in trainer.callbacks):
+        stops = [callback for callback in trainer.callbacks if isinstance(callback, GracefulStop)]
+        if not trainer.is_last_batch and any(stop.stopped and stop.saves for stop in stops):
             return  # Ctrl-C cut the epoch short, and it will come again
-        value = float(trainer.callback_metrics.get(self.monitor, worst(self.mode)))
-        if len(self.kept) == self.top_k and not is_better(value, self.kept[-1][0], self.mode):
+        value = float(trainer.callback_metrics.get(self.monitor, self.sign * math.inf))
+        if len(self.kept) == self.top_k and not self.sign * value < self.sign * self.kept[-1][0]:
             return
         name = f"epoch={self.first_epoch + trainer.current_epoch:02d}"
         weights = kept_weights(trainer, pl_module)
         if trainer.is_global_zero:
             self.save(name, trainer.current_epoch + 1, weights)
-        sign = 1 if self.mode == "min" else -1
-        self.kept = sorted([*self.kept, (value, name)], key=lambda one: (sign * one[0], one[1]))
+        self.kept = sorted([*self.kept, (value, name)], key=lambda epoch: (self.sign * epoch[0], epoch[1]))
         if self.top_k < 0:
             return
         for _, surplus in self.kept[self.top_k :]:
@@ -155,7 +139,7 @@ class SaveBest(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the saved epochs."""
-        return {"kept": [list(one) for one in self.kept]}
+        return {"kept": [list(epoch) for epoch in self.kept]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the list of saved epochs."""
@@ -291,22 +275,24 @@ def fit(
     if max_epochs is None:
         max_epochs = default_max_epochs(plan.objective.defaults, n_train) if max_steps < 0 else -1
     callbacks: Any = options.callbacks
-    for one in (callbacks := [callbacks] if isinstance(callbacks, Callback) else list(callbacks)):
-        if not isinstance(one, Callback):
+    for callback in (callbacks := [callbacks] if isinstance(callbacks, Callback) else list(callbacks)):
+        if not isinstance(callback, Callback):
             raise OptionError(
-                f"callbacks contains an object of type {type(one).__name__!r}; pass lightning.pytorch callbacks."
+                f"callbacks contains an object of type {type(callback).__name__!r}; pass lightning.pytorch callbacks."
             )
-    given = options.logger
-    for one in (loggers := list(given) if isinstance(given, list | tuple) else [given]):
-        if not isinstance(one, bool | Logger | None):
+    loggers = list(options.logger) if isinstance(options.logger, list | tuple) else [options.logger]
+    for log in loggers:
+        if not isinstance(log, bool | Logger | None):
             raise OptionError(
-                f"logger={one!r} is not a Lightning logger; create a logger with "
+                f"logger={log!r} is not a Lightning logger; create a logger with "
                 "scforge.training.make_loggers(['csv'], 'logs')."
             )
     has_validation = len(data.validation_rows) > 0 and trainer_options.get("limit_val_batches") != 0
     # Without held-out cells only the loss is informative, because other metrics change while the model learns.
-    aim = plan.objective
-    monitor, mode = (f"validation_{aim.monitor}", aim.monitor_mode) if has_validation else ("train_loss", "min")
+    objective = plan.objective
+    monitor, mode = "train_loss", "min"
+    if has_validation:
+        monitor, mode = f"validation_{objective.monitor}", objective.monitor_mode
     saving = SaveOptions() if saving is None else saving
     history, best = History(), BestWeights(monitor, mode)
     stop = GracefulStop(saves=saving.write is not None)
@@ -325,10 +311,13 @@ def fit(
     if options.progress_bar:
         own.append(EpochProgress())
     if patience is not None and has_validation:
-        own.append(StopAfterWarmup(monitor, mode=mode, patience=patience))
+        # At the end of the epoch Lightning would include the warm-up. The plan itself stops at a loss of NaN.
+        own.append(
+            StopAfterWarmup(monitor, mode=mode, patience=patience, check_finite=False, check_on_train_epoch_end=False)
+        )
     if saving.best is not None:
         own.append(saving.best(monitor, mode))
-    if given:
+    if options.logger:
         own.append(Monitor(history, every_n_steps=options.log_every_n_steps, settings=dict(saving.settings)))
     state = SaveState(saving, data=data, stop=stop)
     plan.begin()
@@ -342,9 +331,9 @@ def fit(
         if data.max_tokens_per_batch is not None:
             # Epochs then have different numbers of batches, and Lightning reads this number once.
             trainer_options.setdefault("reload_dataloaders_every_n_epochs", 1)
-        for one in loggers:
-            if saving.resume is not None and isinstance(one, PurgingTensorBoardLogger):
-                one.go_on_behind(saving.resume["step"])
+        for log in loggers:
+            if saving.resume is not None and isinstance(log, PurgingTensorBoardLogger):
+                log.go_on_behind(saving.resume["step"])
         with _quiet():
             trainer = _trainer(
                 max_epochs=max_epochs,
@@ -386,7 +375,7 @@ def fit(
 
 def _trainer(*, strategy: str, accelerator: str, devices: Any, num_nodes: int, **options: Any) -> Any:
     global _trained_alone
-    ensure_devices(accelerator, devices)
+    check_devices(accelerator, devices)
     processes = n_processes(accelerator, devices, num_nodes)
     if processes == 1:
         _trained_alone = True
@@ -396,7 +385,7 @@ def _trainer(*, strategy: str, accelerator: str, devices: Any, num_nodes: int, *
             f"processes would repeat that training; pass devices={devices!r} to the first call as well, or start the "
             f"script with torchrun --nproc-per-node {processes}."
         )
-    made = make_strategy(strategy, n_processes=processes)
+    parallel = make_strategy(strategy, n_processes=processes)
     try:
         # On SLURM's signal we save our own checkpoint; Lightning would save another one and requeue the job.
         slurm = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
@@ -407,7 +396,7 @@ def _trainer(*, strategy: str, accelerator: str, devices: Any, num_nodes: int, *
             accelerator=accelerator,
             devices=devices,
             num_nodes=num_nodes,
-            strategy=made,
+            strategy=parallel,
             enable_checkpointing=True,  # SaveState is the one
             enable_progress_bar=False,
             enable_model_summary=options.pop("enable_model_summary", False),
@@ -450,7 +439,14 @@ def _run(
             return True, None  # Lightning answers Ctrl-C by leaving the process
         as_before()
         if out_of_memory(error):
-            raise TrainingError(_memory_hint(data)) from error
+            tokens = data.objective.max_tokens(data.tokenizer)
+            size = data.batch_size or data.objective.defaults.batch_size
+            batch = f"{size} cells" if data.max_tokens_per_batch is None else f"{data.max_tokens_per_batch} tokens"
+            raise TrainingError(
+                f"memory ran out with batches of {batch} (cells have up to {tokens} tokens); lower batch_size "
+                "(training.batch_size) and increase accumulate_grad_batches by the same factor, lower the tokenizer's "
+                "max_len (data.max_genes), or pass gradient_checkpointing=True (training.gradient_checkpointing)."
+            ) from error
         raise
     finally:
         # Lightning ignores further Ctrl-Cs after the first, and restores its handlers before GracefulStop does.
@@ -459,14 +455,3 @@ def _run(
                 if handler is not None:
                     signal.signal(number, handler)
     return False, None
-
-
-def _memory_hint(data: CellDataModule) -> str:
-    tokens = data.objective.max_tokens(data.tokenizer)
-    size = data.batch_size or data.objective.defaults.batch_size
-    batch = f"{size} cells" if data.max_tokens_per_batch is None else f"{data.max_tokens_per_batch} tokens"
-    return (
-        f"memory ran out with batches of {batch} (cells have up to {tokens} tokens); lower batch_size "
-        "(training.batch_size) and increase accumulate_grad_batches by the same factor, lower the tokenizer's max_len "
-        "(data.max_genes), or pass gradient_checkpointing=True (training.gradient_checkpointing)."
-    )

@@ -22,15 +22,6 @@ _AHEAD = 4
 Batch = dict[str, torch.Tensor]
 
 
-def default_threads(cells: Cells) -> int:
-    """Return the default number of tokenizing threads.
-
-    One thread tokenizes cells in memory during the previous step. Cells on disk must also be decompressed, so two
-    threads are faster.
-    """
-    return 1 if cells.chunk_size == 1 else min(2, os.cpu_count() or 1)
-
-
 class BatchLoader:
     """Iterate over the batches of an epoch, in the order of a :class:`~scforge.data.CellOrder`.
 
@@ -80,7 +71,8 @@ class BatchLoader:
         pin_memory: bool = False,
     ) -> None:
         if num_threads is None:
-            num_threads = default_threads(cells)
+            # One thread tokenizes cells in memory during the previous step. Those on disk must be decompressed as well.
+            num_threads = 1 if cells.chunk_size == 1 else min(2, os.cpu_count() or 1)
         check_count("num_threads", num_threads, "threads", least=0)
         self.cells = cells
         self.sampler = order
@@ -99,11 +91,7 @@ class BatchLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         blocks = (block for block in self.cells.stream(self.sampler.windows()))
-        if self.num_threads:
-            batches = _ahead(blocks, self._make, self.num_threads)
-        else:
-            batches = (self._make(block) for block in blocks)
-        with closing(batches):
+        with closing(self._ahead(blocks) if self.num_threads else (self._batch(block) for block in blocks)) as batches:
             while True:
                 start = time.perf_counter()
                 batch = next(batches, None)
@@ -117,39 +105,36 @@ class BatchLoader:
         """Return the epoch and the number of batches returned so far, JSON-safe."""
         return self.sampler.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any], *, shortens: bool = False) -> None:
-        """Skip the batches counted in a state; with `shortens`, the epoch contains only the remaining batches."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Skip the batches counted in a state; with ``shortens`` in it, the epoch has only the remaining batches."""
         self.sampler.load_state_dict(state)
-        if shortens:
+        if state.get("shortens"):
             self._behind = (int(state["epoch"]), int(state["position"]))
 
-    def _make(self, block: CellBlock) -> Batch:
+    def _batch(self, block: CellBlock) -> Batch:
         batch = dict(self.prepare(block))
         if self.pin_memory:
             batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
         return batch
 
+    def _ahead(self, blocks: Generator[CellBlock]) -> Generator[Batch]:
+        """Read blocks in one thread, and prepare batches ahead of time in other threads, in order."""
+        reader = ThreadPoolExecutor(1, thread_name_prefix="scforge-read")
+        pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="scforge-tokenize")
+        pending: deque[Future[Batch | None]] = deque()
 
-def _ahead(blocks: Generator[CellBlock], make: Callable[[CellBlock], Batch], num_threads: int) -> Generator[Batch]:
-    """Read blocks in one thread, and prepare batches ahead of time in other threads, in order."""
-    reader = ThreadPoolExecutor(1, thread_name_prefix="scforge-read")
-    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="scforge-tokenize")
-    pending: deque[Future[Batch | None]] = deque()
+        def prepared(read: Future[CellBlock | None]) -> Batch | None:
+            block = read.result()
+            return None if block is None else self._batch(block)
 
-    def made(read: Future[CellBlock | None]) -> Batch | None:
-        block = read.result()
-        return None if block is None else make(block)
-
-    def begin_another() -> None:
-        pending.append(pool.submit(made, reader.submit(next, blocks, None)))
-
-    try:
-        for _ in range(num_threads + _AHEAD):
-            begin_another()
-        while (batch := pending.popleft().result()) is not None:
-            begin_another()
-            yield batch
-    finally:
-        reader.shutdown(cancel_futures=True)
-        pool.shutdown(cancel_futures=True)
-        blocks.close()
+        try:
+            while True:
+                while len(pending) <= self.num_threads + _AHEAD:
+                    pending.append(pool.submit(prepared, reader.submit(next, blocks, None)))
+                if (batch := pending.popleft().result()) is None:
+                    return
+                yield batch
+        finally:
+            reader.shutdown(cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
+            blocks.close()

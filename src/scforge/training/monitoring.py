@@ -36,7 +36,6 @@ from scforge.training.plan import NotFiniteError
 LOGGERS = ("csv", "tensorboard", "wandb")
 _WANDB_MODES = ("online", "offline", "disabled")
 
-
 _SETTINGS = "settings.json"
 
 _SIZE = {"cpu": 1024, "cuda": 8192}
@@ -97,9 +96,9 @@ class TableLogger(Logger):
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._check_settings()
-        found = _read(self.path) if self.path.exists() else []
-        rows = found[:n_rows]
-        if found and not n_rows:
+        written = _read(self.path) if self.path.exists() else []
+        rows = written[:n_rows]
+        if written and not n_rows:
             number = next(n for n in itertools.count(1) if not (self.folder / f"metrics_{n}.csv").exists())
             self.path.rename(self.folder / f"metrics_{number}.csv")
         self._columns = list(rows[0]) if rows else ["step"]
@@ -125,9 +124,9 @@ class TableLogger(Logger):
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Write the settings of the run next to the table, as ``settings.json``."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path, content = self.folder / _SETTINGS, {"scforge_version": __version__, **params}
+        content = {"scforge_version": __version__, **params}
         self._check_settings()
-        with atomic_path(path, overwrite=True, argument="log_dir") as temporary:
+        with atomic_path(self.folder / _SETTINGS, overwrite=True, argument="log_dir") as temporary:
             temporary.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
 
     def _check_settings(self) -> None:
@@ -308,12 +307,6 @@ class History(Callback):
         self.epochs: dict[str, list[float]] = {}
         self.n_epochs = 0
         self._start = time.perf_counter()
-        self._before = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Wall time of training so far, including earlier processes."""
-        return self._before + time.perf_counter() - self._start
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Start the clock."""
@@ -336,7 +329,7 @@ class History(Callback):
                 )
         figures |= {name: float(value) for name, value in pl_module.figures.items()}
         pl_module.figures.clear()
-        figures["seconds"] = self.seconds
+        figures["seconds"] = time.perf_counter() - self._start
         for name, value in figures.items():
             self.epochs.setdefault(name, [math.nan] * self.n_epochs).append(value)
         self.n_epochs += 1
@@ -349,12 +342,14 @@ class History(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the metrics and the elapsed time."""
-        return {"epochs": self.epochs, "n_epochs": self.n_epochs, "seconds": self.seconds}
+        seconds = time.perf_counter() - self._start
+        return {"epochs": self.epochs, "n_epochs": self.n_epochs, "seconds": seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the metrics and the elapsed time."""
         self.epochs = {name: list(values) for name, values in state_dict["epochs"].items()}
-        self.n_epochs, self._before = state_dict["n_epochs"], state_dict["seconds"]
+        self.n_epochs = state_dict["n_epochs"]
+        self._start -= state_dict["seconds"]
 
 
 def flops_per_token(module: nn.Module, objective: Objective, batch: dict[str, torch.Tensor]) -> float:
@@ -427,10 +422,10 @@ class Monitor(Callback):
         self._loggers = trainer.loggers
         self._seen = trainer.global_step
         self._clock.begin(trainer.global_step)
-        for one in trainer.loggers:
-            if trainer.is_global_zero and isinstance(one, TableLogger):
-                one.begin(self._rows)
-            one.log_hyperparams(self.settings)
+        for log in trainer.loggers:
+            if trainer.is_global_zero and isinstance(log, TableLogger):
+                log.begin(self._rows)
+            log.log_hyperparams(self.settings)
         self._clear(trainer)
 
     def on_train_batch_start(
@@ -452,15 +447,31 @@ class Monitor(Callback):
         batch_idx: int,
     ) -> None:
         """Count cells and tokens, and log a row if one is due."""
-        if trainer.loggers:
-            self._cells += pl_module.objective.n_cells(batch)
-            self._tokens = self._tokens + batch["attention_mask"].sum()
-            step = trainer.global_step
-            due = step // self.every_n_steps > self._seen // self.every_n_steps
-            self._seen = step
-            if due:
-                self._log(trainer, self._row(trainer, pl_module, outputs))
-                self._clear(trainer)
+        if not trainer.loggers:
+            return
+        self._cells += pl_module.objective.n_cells(batch)
+        self._tokens = self._tokens + batch["attention_mask"].sum()
+        before, self._seen = self._seen, trainer.global_step
+        if self._seen // self.every_n_steps <= before // self.every_n_steps:
+            return
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        loss_value = float(loss) * trainer.accumulate_grad_batches  # Lightning divides it
+        tokens = float(self._tokens) * trainer.world_size  # reading it waits for the device
+        seconds = time.perf_counter() - self._began
+        row = {
+            "epoch": float(trainer.current_epoch),
+            "step_loss": loss_value,
+            "learning_rate": float(self._lr),
+            "gradient_norm": float(pl_module.gradient_norm),
+            "cells_per_second": self._cells * trainer.world_size / seconds,
+            "tokens_per_second": tokens / seconds,
+            "waiting": max(0.0, trainer.datamodule.waited - self._waited) / seconds,
+            "utilization": tokens / seconds * self._per_token / (self._peak * trainer.world_size),
+        }
+        if (left := self._clock.seconds_left(trainer.global_step, pl_module.total_steps)) is not None:
+            row["seconds_left"] = left
+        self._log(trainer, row)
+        self._clear(trainer)
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Stop the clock."""
@@ -476,7 +487,7 @@ class Monitor(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of rows logged so far."""
-        tables = [one for one in self._loggers if isinstance(one, TableLogger)]
+        tables = [log for log in self._loggers if isinstance(log, TableLogger)]
         return {"rows": tables[0].n_rows if tables else 0}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -487,30 +498,12 @@ class Monitor(Callback):
         self._began = self._stopped = time.perf_counter()
         self._waited, self._cells, self._tokens = trainer.datamodule.waited, 0, 0
 
-    def _row(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any) -> dict[str, float]:
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
-        loss_value = float(loss) * trainer.accumulate_grad_batches  # Lightning divides it
-        tokens = float(self._tokens) * trainer.world_size  # reading it waits for the device
-        seconds = time.perf_counter() - self._began
-        row = {
-            "epoch": float(trainer.current_epoch),
-            "step_loss": loss_value,
-            "learning_rate": float(self._lr),
-            "gradient_norm": float(pl_module.gradient_norm),
-            "cells_per_second": self._cells * trainer.world_size / seconds,
-            "tokens_per_second": tokens / seconds,
-            "waiting": max(0.0, trainer.datamodule.waited - self._waited) / seconds,
-            "utilization": tokens / seconds * self._per_token / (self._peak * trainer.world_size),
-        }
-        left = self._clock.seconds_left(trainer.global_step, pl_module.total_steps)
-        return row if left is None else {**row, "seconds_left": left}
-
     def _log(self, trainer: lightning.Trainer, row: dict[str, float]) -> None:
-        for one in trainer.loggers:
+        for log in trainer.loggers:
             try:
-                one.log_metrics(row, step=trainer.global_step)
+                log.log_metrics(row, step=trainer.global_step)
             except OSError as error:
                 raise SavingError(
-                    f"logger {type(one).__name__} cannot write its logs ({error.strerror or error}); free some disk "
+                    f"logger {type(log).__name__} cannot write its logs ({error.strerror or error}); free some disk "
                     "space and resume the training."
                 ) from error

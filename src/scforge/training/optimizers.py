@@ -53,7 +53,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, module: nn.Module, *, lr: float, weight_decay: float, fused: bool) -> None:
-        matrices = _hidden_matrices(module)
+        layers: list[nn.Module] = [part for part in module.modules() if isinstance(part, TransformerBlock)]
+        linear = [part for layer in layers or [module] for part in layer.modules() if isinstance(part, nn.Linear)]
+        matrices = list({id(part.weight): part.weight for part in linear}.values())
         if not matrices:
             raise OptionError(
                 f"optimizer='muon' requires weight matrices in hidden layers, but {type(module).__name__} has none; "
@@ -114,16 +116,6 @@ class _Both(dict[Any, Any]):
 
     def values(self) -> Any:
         return [value for _, value in self.items()]
-
-
-def _hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
-    layers: list[nn.Module] = [part for part in module.modules() if isinstance(part, TransformerBlock)]
-    found: dict[int, nn.Parameter] = {}
-    for layer in layers or [module]:
-        for part in layer.modules():
-            if isinstance(part, nn.Linear):
-                found[id(part.weight)] = part.weight
-    return list(found.values())
 
 
 def parameter_groups(

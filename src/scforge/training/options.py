@@ -188,4 +188,4 @@ class TrainOptions:
     @classmethod
     def names(cls) -> list[str]:
         """Return the names of the options, without `trainer_kwargs`."""
-        return [one.name for one in fields(cls) if one.name != "trainer_kwargs"]
+        return [option.name for option in fields(cls) if option.name != "trainer_kwargs"]

@@ -46,7 +46,7 @@ class EpochMetrics:
         if total is not None:
             sums = total(sums)
         means = (sums[:-1] / sums[-1]).cpu().numpy()
-        parts = np.split(means, np.cumsum([len(one) for one in flat])[:-1])
+        parts = np.split(means, np.cumsum([len(sums) for sums in flat])[:-1])
         shapes = [tuple(self._sums[name].shape) for name in names]
         self._sums, self._cells = {}, 0
         return {name: part.reshape(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
@@ -187,13 +187,16 @@ class TrainingPlan(lightning.LightningModule):
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the loss of a batch."""
-        loss = self._step(batch, self.train_means)
+        loss, figures = self.objective.loss(self.module, batch)
+        self.train_means.add({"loss": loss, **figures}, self.objective.n_cells(batch))
         self._check("loss", loss, batch_idx)
         return loss
 
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the loss of a batch of validation cells."""
-        return self._step(batch, self.validation_means)
+        loss, figures = self.objective.loss(self.module, batch)
+        self.validation_means.add({"loss": loss, **figures}, self.objective.n_cells(batch))
+        return loss
 
     def on_validation_epoch_end(self) -> None:
         """Add the metrics averaged over the validation cells to the metrics that callbacks read."""
@@ -221,13 +224,9 @@ class TrainingPlan(lightning.LightningModule):
         self.gradient_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if by_value:
             nn.utils.clip_grad_value_(parameters, gradient_clip_val)
-        if not self._scales_losses:
-            self._check("gradient", self.gradient_norm, self.trainer.fit_loop.epoch_loop.batch_idx)
-
-    @property
-    def _scales_losses(self) -> bool:
         # With 16-bit floats gradients overflow now and then; the scaler of the loss leaves such steps out.
-        return self.trainer.precision == "16-mixed"
+        if self.trainer.precision != "16-mixed":
+            self._check("gradient", self.gradient_norm, self.trainer.fit_loop.epoch_loop.batch_idx)
 
     def _check(self, what: str, value: torch.Tensor, batch_idx: int) -> None:
         # Elsewhere than on a CPU looking at a value waits for the device, so there one step in some is looked at.
@@ -239,11 +238,6 @@ class TrainingPlan(lightning.LightningModule):
                 f"(step {self.global_step}); lower the learning rate (lr), or check the counts for extreme values."
             )
 
-    def _step(self, batch: dict[str, torch.Tensor], means: EpochMetrics) -> torch.Tensor:
-        loss, figures = self.objective.loss(self.module, batch)
-        means.add({"loss": loss, **figures}, self.objective.n_cells(batch))
-        return loss
-
     def configure_optimizers(self) -> dict[str, Any]:
         """Create the optimizer, and a schedule over all training steps."""
         # The scaler of 16-bit losses needs gradients that nobody else scales; fused kernels take no sharded tensors.
@@ -253,7 +247,7 @@ class TrainingPlan(lightning.LightningModule):
                 "optimizer='muon' needs unsharded weight matrices and does not work with strategy='fsdp'; use "
                 "optimizer='adamw' or strategy='ddp'."
             )
-        fused = not self._scales_losses and not sharded
+        fused = self.trainer.precision != "16-mixed" and not sharded
         optimizer = make_optimizer(
             self.module,
             name=self.optimizer_name,

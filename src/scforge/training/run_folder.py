@@ -132,12 +132,12 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
     """Write the training state into a new model folder."""
     from safetensors.torch import save_file
 
-    place = folder / _PART
-    place.mkdir()
+    part = folder / _PART
+    part.mkdir()
     plain, tensors = pack(state, where="state")
-    save_file(tensors, place / _TENSORS)
-    content = {"sha256": {_TENSORS: sha256_of(place / _TENSORS), "state": sha256_of_json(plain)}, "state": plain}
-    (place / _STATE).write_text(json.dumps(content), encoding="utf-8")
+    save_file(tensors, part / _TENSORS)
+    content = {"sha256": {_TENSORS: sha256_of(part / _TENSORS), "state": sha256_of_json(plain)}, "state": plain}
+    (part / _STATE).write_text(json.dumps(content), encoding="utf-8")
 
 
 def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -153,14 +153,14 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     check_state(Path(folder))
-    place = Path(folder) / _PART
+    part = Path(folder) / _PART
     try:
-        content = read_json(place / _STATE)
-        sums = {_TENSORS: sha256_of(place / _TENSORS), "state": sha256_of_json(content["state"])}
-        if wrong := [name for name, found in sums.items() if found != content["sha256"][name]]:
-            file = place / (_TENSORS if _TENSORS in wrong else _STATE)
+        content = read_json(part / _STATE)
+        sums = {_TENSORS: sha256_of(part / _TENSORS), "state": sha256_of_json(content["state"])}
+        if wrong := [name for name, checksum in sums.items() if checksum != content["sha256"][name]]:
+            file = part / (_TENSORS if _TENSORS in wrong else _STATE)
             raise ModelFileError(f"{str(file)!r} is corrupted: its checksum does not match the one in {_STATE}.")
-        state = unpack(content["state"], load_file(place / _TENSORS))
+        state = unpack(content["state"], load_file(part / _TENSORS))
         if state["format"] != FORMAT:
             raise TrainingError(
                 f"the checkpoint {str(folder)!r} has the format {state['format']!r} (of scforge "
@@ -174,7 +174,7 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
     except ModelFileError:
         raise
     except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError, SafetensorError) as error:
-        raise ModelFileError(f"{str(place / _STATE)!r} is not a training checkpoint: {first_line(error)}.") from error
+        raise ModelFileError(f"{str(part / _STATE)!r} is not a training checkpoint: {first_line(error)}.") from error
     return state
 
 
@@ -221,8 +221,8 @@ class RunFolder:
 
     def parts(self) -> list[Path]:
         """Return the outputs of training runs: checkpoints (oldest first), best epochs, and the trained model."""
-        found = sorted(part for part in self.path.glob("*") if _OUTPUT.fullmatch(part.name))
-        return sorted(found, key=lambda part: _ORDER.index(part.name.partition("=")[0]))
+        outputs = (part for part in self.path.glob("*") if _OUTPUT.fullmatch(part.name))
+        return sorted(outputs, key=lambda part: (_ORDER.index(part.name.partition("=")[0]), part))
 
     def models(self) -> list[Path]:
         """Return the outputs that are model folders."""
@@ -284,8 +284,8 @@ class RunFolder:
         OptionError
             If the folder contains outputs; the message names the options.
         """
-        found = self.parts()
-        if others := [part for part in found if overwrite and not is_model(part)]:
+        outputs = self.parts()
+        if others := [part for part in outputs if overwrite and not is_model(part)]:
             inside = others_in(others[0]) if others[0].is_dir() and not others[0].is_symlink() else []
             name = f"{others[0].name}/{inside[0]}" if inside else others[0].name
             raise OptionError(
@@ -294,13 +294,13 @@ class RunFolder:
             )
         if overwrite:
             return
-        if resumes and (self.states() or all(part.name.startswith("epoch=") for part in found)):
+        if resumes and (self.states() or all(part.name.startswith("epoch=") for part in outputs)):
             return
-        if found:
+        if outputs:
             ways = spelled("resume='auto'", "--resume auto"), spelled("overwrite=True", "--overwrite")
             raise OptionError(
-                f"checkpoint_dir={str(self.path)!r} already contains a training run ({found[-1].name}); pass {ways[0]} "
-                f"to resume, {ways[1]} to replace it, or another folder."
+                f"checkpoint_dir={str(self.path)!r} already contains a training run ({outputs[-1].name}); pass "
+                f"{ways[0]} to resume, {ways[1]} to replace it, or another folder."
             )
 
     def clear(self, *, states_only: bool = False) -> None:

@@ -107,7 +107,13 @@ def tokenizer_of(config: Config) -> dict[str, Any]:
     if config.data.max_genes is not None:
         options["max_len"] = config.data.max_genes
     strategy = config.tokenizer.strategy or chosen(config).tokenizer
-    for name, value in _values_of(config).items():
+    preprocessing = config.data.preprocessing
+    scale = "cp10k" if preprocessing.normalize == "library_size" else "counts"
+    transform = f"log1p_{scale}" if preprocessing.log1p else scale
+    requested = {"transform": None if transform == "log1p_cp10k" else transform, "target_sum": preprocessing.target_sum}
+    for name, value in requested.items():
+        if value is None:
+            continue
         if name not in TOKENIZERS.get(strategy).option_names():
             raise ConfigError(
                 f"data.preprocessing requires values that the tokenizer {strategy!r} does not provide "
@@ -119,14 +125,6 @@ def tokenizer_of(config: Config) -> dict[str, Any]:
                 "only one of the two."
             )
     return options if config.tokenizer.strategy is None else {"name": config.tokenizer.strategy, **options}
-
-
-def _values_of(config: Config) -> dict[str, Any]:
-    """Return the tokenizer options for the gene values that ``data.preprocessing`` requests."""
-    asked = config.data.preprocessing
-    transform = ("log1p_" if asked.log1p else "") + ("cp10k" if asked.normalize == "library_size" else "counts")
-    options = {"transform": None if transform == "log1p_cp10k" else transform, "target_sum": asked.target_sum}
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def objective_of(config: Config) -> dict[str, Any]:
@@ -174,11 +172,11 @@ def planned_model(config: Config) -> tuple[ModelSpec, bool]:
             f"model.vocab_size={config.model.vocab_size} cannot be set, because it is determined by the genes; remove "
             "model.vocab_size, and choose genes with data.gene_vocab and data.preprocessing.hvg_selection."
         )
-    found = _model_of(config)
+    spec, known = _model_of(config)
     for name in _unread(config):
         prefix = f"{config.place_of(f'model.{name}')}model.{name}={shown(getattr(config.model, name))}"
-        warn(f"{prefix} has no effect, because the architecture {found[0].architecture!r} has no such option.")
-    return found
+        warn(f"{prefix} has no effect, because the architecture {spec.architecture!r} has no such option.")
+    return spec, known
 
 
 def check_finetuning(config: Config) -> None:
@@ -359,11 +357,11 @@ def check_benchmarks(config: Config, *, absent: Mapping[str, DatasetCard] | None
         return
     keys = {"labels_key": config.data.labels_key, "batch_key": config.data.batch_key}
     with placed(config, "eval.benchmarks"):
-        for one in embedding_evaluations(section.benchmarks, {**section.datasets, **(absent or {})}):
-            if missing := one.missing(keys):
+        for benchmark in embedding_evaluations(section.benchmarks, {**section.datasets, **(absent or {})}):
+            if missing := benchmark.missing(keys):
                 raise ConfigError(
-                    f"the benchmark {one.name!r} requires {missing[0]}, a column of obs; set data.{missing[0]}, or set "
-                    f"{missing[0]} in the options of the benchmark."
+                    f"the benchmark {benchmark.name!r} requires {missing[0]}, a column of obs; set "
+                    f"data.{missing[0]}, or set {missing[0]} in the options of the benchmark."
                 )
     of_training = "training" if config.finetune is None else "finetune"
     if getattr(config, of_training).validation_size == 0:

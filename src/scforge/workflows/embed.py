@@ -83,27 +83,13 @@ def chosen_device(device: str | torch.device) -> str | torch.device:
     return f"cuda:{int(local) % torch.cuda.device_count()}"
 
 
-def model_identity(model: CellModel) -> str:
-    """Return the SHA-256 hash of everything that determines an embedding: weights, vocabulary, names and options."""
-    digest = hashlib.sha256(json.dumps(model.spec.to_json(), sort_keys=True).encode())
-    digest.update(model.vocab.hash.encode())
-    _add_tensors(digest, model.module.state_dict())
-    return digest.hexdigest()
-
-
-def _add_tensors(digest: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Add names, types, shapes and values of tensors to a hash."""
+def _hash_with(start: bytes, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 hash of bytes, and of names, types, shapes and values of tensors."""
+    digest = hashlib.sha256(start)
     for name, value in sorted(tensors.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\0".encode())
         # NumPy has no bfloat16.
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def _identity_of_correction(model: CellModel, codes: np.ndarray) -> str:
-    """Return the SHA-256 hash of the correction of a model, and of the batches of the cells that it is applied to."""
-    assert model._correction is not None
-    digest = hashlib.sha256(codes.tobytes())
-    _add_tensors(digest, model._correction.tensors())
     return digest.hexdigest()
 
 
@@ -162,8 +148,8 @@ class EmbeddingFiles:
 
     def __init__(self, output: Path, *, overwrite: bool) -> None:
         check_ending(output, [".zarr", ".h5ad"])
-        self._is_zarr, self._prefix = output.suffix == ".zarr", f"output={str(output)!r}"
-        if output.is_symlink() and not self._is_zarr:
+        self.is_zarr, self._prefix = output.suffix == ".zarr", f"output={str(output)!r}"
+        if output.is_symlink() and not self.is_zarr:
             raise OptionError(f"{self._prefix} is a link; pass the path of the file that it points to.")
         output = output.resolve() if output.is_symlink() else output  # a link to a folder stays
         self.output, self.overwrite = output, overwrite
@@ -172,11 +158,6 @@ class EmbeddingFiles:
         self._lock = self.folder.with_name(f"{self.folder.name}.lock")
         check_writable("output", output)
         self.mark()
-
-    def can_copy(self, path: Path) -> bool:
-        """Return whether parts of an h5ad file can be copied into the output as they are."""
-        with h5py.File(path, "r") as file:
-            return not self._is_zarr and file.attrs.get("encoding-type") == "anndata"
 
     def mark(self) -> str | None:
         """Return the plan hash of the existing output, or None if it does not exist or is an empty folder.
@@ -189,15 +170,15 @@ class EmbeddingFiles:
         output = self.output
         if not output.exists():
             return None
-        if output.is_dir() != self._is_zarr:
-            what = "a file, but .zarr output is a folder" if self._is_zarr else "a folder, but .h5ad output is a file"
+        if output.is_dir() != self.is_zarr:
+            what = "a file, but .zarr output is a folder" if self.is_zarr else "a folder, but .h5ad output is a file"
             raise OptionError(f"{self._prefix} is {what}; choose another name.")
-        if self._is_zarr and not any(output.iterdir()):
+        if self.is_zarr and not any(output.iterdir()):
             return None
         mark = _mark_of(output)
         if mark is None:
             raise OptionError(f"{self._prefix} exists and is not an embedding written by scforge; choose another name.")
-        if others := others_in_store(output) if self._is_zarr else []:
+        if others := others_in_store(output) if self.is_zarr else []:
             raise OptionError(
                 f"{self._prefix} contains {listing(others)}, which scforge did not write; move it, or choose another "
                 "name."
@@ -281,11 +262,11 @@ class EmbeddingFiles:
                 return
             parts = (self._read(block, plan) for block in range(n_blocks))
             # Random, so that nothing of others lies there.
-            result = self.folder / f"result.{secrets.token_hex(8)}{'.zarr' if self._is_zarr else '.h5ad'}"
+            result = self.folder / f"result.{secrets.token_hex(8)}{'.zarr' if self.is_zarr else '.h5ad'}"
             _write(result, make(), parts, plan, copy)
             self.mark()  # raises if others have written there meanwhile
             try:
-                if self._is_zarr:
+                if self.is_zarr:
                     swap_in(result, self.output, overwrite=self.overwrite)
                 else:
                     put_file(result, self.output, overwrite=self.overwrite)
@@ -552,8 +533,9 @@ def embed_to(
         opened = source if isinstance(source, list | tuple) or is_query(source) else model._source(source)
         codes = model._codes_to_correct(opened, cells, correction)
         kept = _with_genes(model, source) if counts else None
+        identity = json.dumps(model.spec.to_json(), sort_keys=True) + model.vocab.hash
         plan = {
-            "model": model_identity(model),
+            "model": _hash_with(identity.encode(), model.module.state_dict()),
             "source": source_identity(source, cells, **_setup(model)),
             "key": key,
             "n_cells": len(cells),
@@ -561,7 +543,9 @@ def embed_to(
             "counts": kept is not None,
         }
         if codes is not None:
-            plan |= {"correction": float(correction), "corrected": _identity_of_correction(model, codes)}
+            assert model._correction is not None
+            corrected = _hash_with(codes.tobytes(), model._correction.tensors())
+            plan |= {"correction": float(correction), "corrected": corrected}
         hidden = not progress_bar or rank != 0
         return _embed_blocks(
             model, cells, kept, codes, files, plan, rank, world_size, batch_size=batch_size, hidden=hidden
@@ -612,12 +596,24 @@ def _embed_blocks(
         return AnnData(found.X, obs=obs, var=found.var, layers=layers, obsm=obsm, uns=uns)
 
     def copy(root: Any) -> None:
-        if copied is not None:
-            layer = [] if model._setup["layer"] is None else [f"layers/{model._setup['layer']}"]
-            _copy_parts(copied, root, ["X", "var", *layer, "obsm"], without=f"obsm/{plan['key']}")
+        """Copy the counts and genes of an h5ad file into another one, a block at a time."""
+        if copied is None:
+            return
+        layer = [] if model._setup["layer"] is None else [f"layers/{model._setup['layer']}"]
+        with h5py.File(copied, "r") as file:
+            check_h5(file, str(copied))
+            for name in ["X", "var", *layer, "obsm"]:
+                if name in file:
+                    if name in root:
+                        del root[name]
+                    file.copy(name, root, name)
+        if f"obsm/{plan['key']}" in root:
+            del root[f"obsm/{plan['key']}"]
 
-    copied = kept if isinstance(kept, Path) and files.can_copy(kept) else None
-
+    copied: Path | None = None
+    if isinstance(kept, Path) and not files.is_zarr:
+        with h5py.File(kept, "r") as file:
+            copied = kept if file.attrs.get("encoding-type") == "anndata" else None
     objective = model.objective
     plan = json.loads(json.dumps(plan | {"n_latent": embedded(np.zeros(1, dtype=np.int64)).shape[1]}))
     n_cells, size = plan["n_cells"], plan["block_size"]
@@ -655,19 +651,6 @@ def _with_genes(model: CellModel, source: Any) -> AnnData | Path | None:
     if not isinstance(found, AnnData):
         return None
     return found.to_memory() if found.isbacked else found
-
-
-def _copy_parts(path: Path, root: h5py.File, names: list[str], *, without: str) -> None:
-    """Copy parts of an h5ad file into another one, a block at a time, except for one name."""
-    with h5py.File(path, "r") as source:
-        check_h5(source, str(path))
-        for name in names:
-            if name in source:
-                if name in root:
-                    del root[name]
-                source.copy(name, root, name)
-        if without in root:
-            del root[without]
 
 
 def _open(model: CellModel, source: Any) -> Cells:

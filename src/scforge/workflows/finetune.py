@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("scforge")
 
-"""Name of the table of scores in ``output.checkpoint_dir``."""
-
 _PERTURBED = ("perturbation", "condition")
 _CONTROLS = ("control", "ctrl", "non-targeting", "NT")
 """Names of the perturbation column, and of control cells, in scPerturb, GEARS and pertpy."""
@@ -99,10 +97,24 @@ def finetune_from_config(
     with placed(config):
         base = load_named(section.base_model, f"finetune.base_model={section.base_model!r} (--base-model)")
         source = open_source(config.data, base.vocab, columns=named_columns(config))
-        _set_up(base, source, config)
+        data, setup = config.data, base.registry_["setup_args"]
+        if isinstance(source, AnnData) and (data.layer is not None or data.gene_key is not None):
+            type(base).setup_anndata(
+                source,
+                layer=setup.get("layer") if data.layer is None else data.layer,
+                gene_key=setup.get("gene_key") if data.gene_key is None else data.gene_key,
+                **columns_of(config),
+            )
         options = {**section.user_options(), **_found_in_cells(section.task, section.user_options(), source)}
         how: dict[str, Any] = {**columns_of(config), **{name: getattr(section, name) for name in _OF_TUNING}}
-        how |= {**_batches(config), **arguments, "seed": config.seed, "progress_bar": progress_bar}
+        batches = {
+            "batch_size": config.training.batch_size,
+            "max_tokens_per_batch": data.max_tokens_per_batch,
+            "num_threads": data.num_threads,
+        }
+        # If the batch size is "auto", it is among the arguments of the training already.
+        how |= {name: value for name, value in batches.items() if value not in (None, "auto")}
+        how |= {**arguments, "seed": config.seed, "progress_bar": progress_bar}
         model = base.finetune({"name": section.task, **options}, source, **how)
     if rank_zero_only.rank:
         return FinetuningResult(model, None)
@@ -145,29 +157,6 @@ def finetuning_report(result: FinetuningResult, config: Config) -> list[str]:
             lines.append(f"Evaluation:  {Path(output.checkpoint_dir) / EVALUATION_FILE}")
         lines += ["", f"{len(split.test):,} test cells:", *result.metrics.round(4).to_string().splitlines()]
     return lines
-
-
-def _batches(config: Config) -> dict[str, Any]:
-    """Return the batch options that the configuration sets."""
-    given = {
-        "batch_size": config.training.batch_size,
-        "max_tokens_per_batch": config.data.max_tokens_per_batch,
-        "num_threads": config.data.num_threads,
-    }
-    # What fits into memory is among the arguments of the training already.
-    return {name: value for name, value in given.items() if value not in (None, "auto")}
-
-
-def _set_up(base: Encoder, source: AnnData | Cells, config: Config) -> None:
-    """Set up the cells if the configuration specifies a layer or gene column."""
-    data, setup = config.data, base.registry_["setup_args"]
-    if isinstance(source, AnnData) and (data.layer is not None or data.gene_key is not None):
-        type(base).setup_anndata(
-            source,
-            layer=setup.get("layer") if data.layer is None else data.layer,
-            gene_key=setup.get("gene_key") if data.gene_key is None else data.gene_key,
-            **columns_of(config),
-        )
 
 
 def _found_in_cells(task: str, options: dict[str, Any], source: AnnData | Cells) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from scforge.training.run_folder import CONFIG_FILE, RunFolder, check_state
 
 _AUTO = "auto"
 
-
 _SAID = {
     "architecture": "model.architecture",
     "balance_by": "data.sampling.balance_key",
@@ -101,25 +100,19 @@ def check_places(config: Config, *, replaces: bool = False) -> None:
         if package != "csv" and importlib.util.find_spec(package) is None:
             fix = f"install with pip install 'scforge[{package}]'"
             raise OptionError(f"output.loggers={output.loggers} contains {package!r}, which is not installed; {fix}.")
-    _check_embedding(config, replaces=replaces)
+    if output.embedding is not None:
+        target = Path(output.embedding)
+        place, prefix = target.resolve(), f"output.embedding={str(target)!r}"
+        read = [*(data.paths or []), *config.eval.datasets.values()]
+        inputs = [Path(path).resolve() for path in read if not is_url(path)]
+        if any(file == place or place.match(str(file)) for file in inputs):  # or what a pattern would find
+            raise ConfigError(f"{prefix} is an input file and would be overwritten; choose another name.")
+        check_output("output.embedding", target, overwrite=replaces)
     files = {f"data.paths.{index}": path for index, path in enumerate(data.paths or [])}
     files |= {f"eval.datasets.{name}": path for name, path in config.eval.datasets.items()}
     for option, path in files.items():
         with placed(config, option):
             check_exists(path, data.storage_options)
-
-
-def _check_embedding(config: Config, *, replaces: bool) -> None:
-    """Raise a ConfigError if an embedding would overwrite an input file, or an existing file without permission."""
-    if config.output.embedding is None:
-        return
-    output = Path(config.output.embedding)
-    place, prefix = output.resolve(), f"output.embedding={str(output)!r}"
-    read = [*(config.data.paths or []), *config.eval.datasets.values()]
-    files = [Path(path).resolve() for path in read if not is_url(path)]
-    if any(file == place or place.match(str(file)) for file in files):  # or what a pattern would find
-        raise ConfigError(f"{prefix} is an input file and would be overwritten; choose another name.")
-    check_output("output.embedding", output, overwrite=replaces)
 
 
 def check_start(config: Config, *, resume: Any, overwrite: bool) -> None:

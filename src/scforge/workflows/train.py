@@ -20,18 +20,18 @@ from scforge._constants import OBSM_KEY
 from scforge._io import atomic_path, atomic_write_text, is_unedited, signed
 from scforge._version import __version__
 from scforge.config.load import dump_config
-from scforge.config.schema import Config, DataConfig, OutputConfig
+from scforge.config.schema import Config, DataConfig
 from scforge.data.cells import Cells
 from scforge.data.checks import check_obs_column
 from scforge.data.readers import open_streams, write_h5ad
 from scforge.data.sources import AUTO, open_cells, read_h5ad, store_of_large
 from scforge.data.store import StoreCells
-from scforge.data.vocab import GeneVocab
+from scforge.data.vocab import FROM_DATA, GeneVocab
 from scforge.errors import redacted
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.setup import class_of_architecture
 from scforge.training.datamodule import CellDataModule
-from scforge.training.devices import ensure_devices
+from scforge.training.devices import check_devices
 from scforge.training.options import TrainOptions
 from scforge.training.run_folder import CONFIG_FILE, FINAL, RunFolder
 from scforge.workflows.check import (
@@ -62,15 +62,17 @@ def open_source(data: DataConfig, vocab: GeneVocab | None = None, *, columns: Se
     columns
         Obs columns to keep in addition to the columns in the section.
     """
+    genes = data.gene_vocab if vocab is None and data.gene_vocab != FROM_DATA else vocab
+    # Without a choice all columns of local cells are available.
+    obs = None if data.obs_columns is None and data.source == "local" else columns_of_data(data, columns)
     if data.source != "local":
         from scforge.data.census import CensusQuery
 
         names = ("organism", "filters", "census_version", "uri", "layer", "gene_key")
         given = {name: getattr(data, name) for name in names} | {"tiledb_config": data.storage_options}
         given = {name: value for name, value in given.items() if value is not None}
-        query = CensusQuery(obs=_columns(data, columns) or [], **given)
-        wanted = _vocab(data) if vocab is None else vocab
-        return open_cells(query, wanted, memory=data.memory, cache=data.cache or AUTO)
+        query = CensusQuery(obs=obs or [], **given)
+        return open_cells(query, genes, memory=data.memory, cache=data.cache or AUTO)
     paths = data.paths or []
     elsewhere = (data.cache, data.memory, data.modality, data.storage_options)
     store: Path | None = None
@@ -86,11 +88,11 @@ def open_source(data: DataConfig, vocab: GeneVocab | None = None, *, columns: Se
         return adata
     return open_cells(
         paths,
-        _vocab(data) if vocab is None else vocab,
+        genes,
         layer=data.layer,
         gene_key=data.gene_key,
         modality=data.modality,
-        obs=_columns(data, columns),
+        obs=obs,
         memory=data.memory,
         cache=data.cache or store or AUTO,
         storage_options=data.storage_options,
@@ -120,15 +122,6 @@ def embedded_adata(cells: Cells, embedding: np.ndarray, key: str) -> AnnData:
     obs = pd.DataFrame(index=pd.RangeIndex(len(cells))) if obs is None else obs.copy()
     obs.index = pd.Index(cells.names() if isinstance(cells, StoreCells) else obs.index.astype(str))
     return AnnData(obs=obs, obsm={key: embedding})
-
-
-def _vocab(data: DataConfig) -> str | None:
-    return None if data.gene_vocab == "from_data" else data.gene_vocab
-
-
-def _columns(data: DataConfig, more: Sequence[str]) -> list[str] | None:
-    """Return the obs columns to make available, or None for all columns."""
-    return None if data.obs_columns is None and data.source == "local" else columns_of_data(data, more)
 
 
 class KeepConfig(Callback):
@@ -274,7 +267,7 @@ def checked_arguments(config: Config, *, resume: Any, overwrite: bool) -> dict[s
     check_start(config, resume=resume, overwrite=overwrite)
     with placed(config):
         check_settings(config)
-        ensure_devices(config.training.accelerator, config.training.devices)
+        check_devices(config.training.accelerator, config.training.devices)
         arguments = train_arguments(config)
     if resume is not None:
         arguments["resume"] = resume
@@ -308,13 +301,20 @@ def train_arguments(config: Config) -> dict[str, Any]:
     }
     if training.batch_size == "auto":
         arguments["batch_size"] = "auto"
+    loggers: Any = False
+    if output.log_dir is not None and output.loggers != []:
+        from scforge.training.monitoring import make_loggers
+
+        names = ["csv"] if output.loggers is None else output.loggers
+        options = {name: getattr(output, name) for name in ("project", "run_name", "wandb_mode")}
+        loggers = make_loggers(names, output.log_dir, **options)
     return arguments | {
         "optimizer": training.optimizer.name,
         "lr": training.optimizer.lr,
         "weight_decay": training.optimizer.weight_decay,
         "schedule": training.scheduler.name,
         "warmup_steps": training.scheduler.warmup_steps,
-        "logger": _loggers(output),
+        "logger": loggers,
         "callbacks": _benchmark_callbacks(config),
     }
 
@@ -353,20 +353,6 @@ def _benchmark_callbacks(config: Config) -> list[Callback]:
     with placed(config, "eval.benchmarks"):
         options: dict[str, Any] = {"every_n_epochs": section.every_n_epochs, "datasets": section.datasets, **keys}
         return [BenchmarkCallback(section.benchmarks, **options)]
-
-
-def _loggers(output: OutputConfig) -> Any:
-    if output.log_dir is None or output.loggers == []:
-        return False
-    from scforge.training.monitoring import make_loggers
-
-    return make_loggers(
-        ["csv"] if output.loggers is None else output.loggers,
-        output.log_dir,
-        project=output.project,
-        run_name=output.run_name,
-        wandb_mode=output.wandb_mode,
-    )
 
 
 def write(path: str | os.PathLike[str], content: AnnData | pd.DataFrame, *, overwrite: bool) -> None:

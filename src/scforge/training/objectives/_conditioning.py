@@ -142,12 +142,13 @@ class TellsBatches(Objective):
 
         If the column is missing and not `needed`, no cell has a batch.
         """
-        key, names = self.batch_key, self.batches
-        self._batches = numbers_of_cells("batch_key", key, "batches", names, cells, needed=needed)
+        self._batches = numbers_of_cells("batch_key", self.batch_key, "batches", self.batches, cells, needed=needed)
         if self._batches is None or not (n_unknown := int((self._batches < 0).sum())):
             return ""
-        of = f"batch_key={key!r}: {n_unknown} of {len(cells)} cells"
-        return f"{of} have batches that are unknown to the model (known: {listing(names or [])})"
+        return (
+            f"batch_key={self.batch_key!r}: {n_unknown} of {len(cells)} cells have batches that are unknown to the "
+            f"model (known: {listing(self.batches or [])})"
+        )
 
     def own_batches(self, cells: Cells) -> pd.Categorical:
         """Return the batch of each cell, even if it is new to the model, length N.
@@ -178,14 +179,8 @@ class TellsLabels(TellsBatches):
 
     def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
         """Return the labels and batches of the cells that the model is created with, unless they are already set."""
-        found = super().options_from(column)
+        options = super().options_from(column)
         if self.labels_key is not None and self.labels is None:
-            found["labels"] = classes_found("labels_key", self.labels_key, column, read=partial(labels_of, warns=True))
-        return found
-
-    def labels_of_cells(self, cells: Cells, *, needed: bool = True) -> np.ndarray | None:
-        """Return the label code of each cell, int64, shape (N,), -1 if unknown, or None without `labels_key`.
-
-        If the column is missing and not `needed`, no cell has a label.
-        """
-        return numbers_of_cells("labels_key", self.labels_key, "labels", self.labels, cells, needed=needed)
+            read = partial(labels_of, warns=True)
+            options["labels"] = classes_found("labels_key", self.labels_key, column, read=read)
+        return options

@@ -70,25 +70,25 @@ class NeighborPool:
         self.cells = cells.sample(len(rows), rows=rows)
         self.batches, self.labels = batches, labels
         of_pool = np.zeros(len(rows), dtype=np.int64) if batches is None else batches[rows]
-        found, self.loadings, self.offset = principal_components(self.cells)
+        components, self.loadings, self.offset = principal_components(self.cells)
         self.members = {batch: np.flatnonzero(of_pool == batch) for batch in np.unique(of_pool)}
-        self.directions = directions_of(found)
+        self.directions = directions_of(components)
         self.places = np.full(len(cells), _NONE, dtype=np.int32)
         """Position in the pool of every cell, or of the cell that represents it; computed on demand."""
         self.places[train_rows] = _UNKNOWN
         self.places[rows] = np.arange(len(rows))
         if space == "harmony":
-            found = harmony_correct(found, of_pool)
-        self.pairs: sparse.csr_matrix = mutual_neighbors(found, of_pool, across=across, within=within)
+            components = harmony_correct(components, of_pool)
+        self.pairs: sparse.csr_matrix = mutual_neighbors(components, of_pool, across=across, within=within)
         if labels is not None:
-            self.pairs = neighbors_by_label(self.pairs, found, of_pool, labels[rows], across=across)
+            self.pairs = neighbors_by_label(self.pairs, components, of_pool, labels[rows], across=across)
         rows_of = np.repeat(of_pool, np.diff(self.pairs.indptr))
         far = sparse.csr_matrix(
             (rows_of != of_pool[self.pairs.indices], self.pairs.indices, self.pairs.indptr), shape=self.pairs.shape
         )
         self.has_across = np.asarray(far.sum(axis=1)).ravel() > 0
         """Whether each cell has a neighbor in another batch, bool, shape (number of cells in the pool,)."""
-        weights = neighbor_weights(found, self.pairs, temperature=temperature)
+        weights = neighbor_weights(components, self.pairs, temperature=temperature)
         self.cumulative = np.concatenate([[0.0], np.cumsum(weights)])
         """Cumulative weights of the pairs, from 0 on, float64, shape (P + 1,)."""
 
@@ -119,22 +119,22 @@ class NeighborPool:
             here = directions_of(values @ self.loadings - self.offset)
             rows = block.rows[outside]
             of_rows = np.zeros(len(rows), dtype=np.int64) if self.batches is None else self.batches[rows]
-            found = np.full(len(rows), _NONE, dtype=np.int32)
+            nearest = np.full(len(rows), _NONE, dtype=np.int32)
             for batch in np.unique(of_rows):
                 if (members := self.members.get(batch)) is not None:
                     own = of_rows == batch
-                    found[own] = members[_nearest(here[own], self.directions[members])]
-            self.places[rows] = found
+                    nearest[own] = members[_nearest(here[own], self.directions[members])]
+            self.places[rows] = nearest
         return self.places[block.rows]
 
 
 def _nearest(directions: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Return the index of the first nearest row in `others`, shape (M, D), for each row in `directions` (N, D)."""
     cosines = directions @ others.T
-    found = cosines.argmax(axis=1)
-    close = cosines >= cosines.max(axis=1, keepdims=True) - _TIE
-    for row in np.flatnonzero(close.sum(axis=1) > 1):
-        some = np.flatnonzero(close[row])
-        exact = (directions[row].astype(np.float64) * others[some]).sum(axis=1)
-        found[row] = some[exact.argmax()]
-    return found
+    nearest = cosines.argmax(axis=1)
+    is_close = cosines >= cosines.max(axis=1, keepdims=True) - _TIE
+    for row in np.flatnonzero(is_close.sum(axis=1) > 1):
+        candidates = np.flatnonzero(is_close[row])
+        exact = (directions[row].astype(np.float64) * others[candidates]).sum(axis=1)
+        nearest[row] = candidates[exact.argmax()]
+    return nearest

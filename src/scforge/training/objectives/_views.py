@@ -303,13 +303,13 @@ class CollapseWatch:
         from lightning.fabric.utilities.rank_zero import rank_zero_only
 
         n_dims = len(means[_DIRECTION])
-        found = geometry(means)
-        if not self._collapsed and has_collapsed(found, n_dims):
+        figures = geometry(means)
+        if not self._collapsed and has_collapsed(figures, n_dims):
             self._collapsed = True
             if not rank_zero_only.rank:
                 warn(
-                    f"the embedding has collapsed: its effective rank is {found['effective_rank']:.2f} of {n_dims} "
-                    f"dimensions and the mean cosine of two cells is {found['mean_cosine']:.4f}; train with a larger "
+                    f"the embedding has collapsed: its effective rank is {figures['effective_rank']:.2f} of {n_dims} "
+                    f"dimensions and the mean cosine of two cells is {figures['mean_cosine']:.4f}; train with a larger "
                     "weight of 'joint_embedding', a smaller agreement of 'neighbor_denoising', or a smaller lr."
                 )
-        return found
+        return figures

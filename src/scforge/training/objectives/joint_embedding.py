@@ -205,7 +205,9 @@ class JointEmbedding(TellsBatches, SeesViews):
         if codes is None:
             return batch
         weights = np.ones(len(block), np.float32) if self._weights is None else self._weights[block.rows]
-        return {**batch, _SHARES: _shares(codes, torch.from_numpy(weights))}
+        names, sizes = codes.unique(return_counts=True)
+        counts_eb = (names[sizes >= _MIN_CELLS].unsqueeze(1) == codes) * torch.from_numpy(weights)
+        return {**batch, _SHARES: counts_eb / counts_eb.sum(dim=1, keepdim=True)}
 
     def n_cells(self, batch: dict[str, torch.Tensor]) -> int:
         """Return the number of cells; each occurs once per view."""
@@ -231,8 +233,8 @@ class JointEmbedding(TellsBatches, SeesViews):
     def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
         """Return the means and the geometry of the embedding; warn once if the embedding has collapsed."""
         means = dict(means)
-        found = self._collapse.figures(means)
-        return {**super().summarize(means), **found}
+        geometry = self._collapse.figures(means)
+        return {**super().summarize(means), **geometry}
 
     def _statistic(self, z_kbd: torch.Tensor, shares_eb: torch.Tensor | None, *, fresh: bool) -> torch.Tensor:
         """Return SIGReg, along new directions in training and fixed directions in validation."""
@@ -247,10 +249,3 @@ class JointEmbedding(TellsBatches, SeesViews):
         cells_e = (shares_eb > 0).sum(dim=1)
         statistic_ke = sigreg.of_groups(z_kbd, noise, shares_eb)
         return ((statistic_ke * cells_e).sum(dim=1) / cells_e.sum().clamp(min=1)).mean()
-
-
-def _shares(codes: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the weight of each cell in each batch with enough cells, float32, shape (E, B)."""
-    names, sizes = codes.unique(return_counts=True)
-    counts_eb = (names[sizes >= _MIN_CELLS].unsqueeze(1) == codes) * weights
-    return counts_eb / counts_eb.sum(dim=1, keepdim=True)

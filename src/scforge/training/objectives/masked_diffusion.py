@@ -174,7 +174,7 @@ class MaskedDiffusion(TellsBatches):
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Set the module's cell lengths, gene frequencies and mean value."""
-        counts, lengths, whole, mean = np.zeros(len(tokenizer.vocab)), [], [], []
+        counts, lengths, whole, values = np.zeros(len(tokenizer.vocab)), [], [], []
         rows = choose_rows(len(cells), _SAMPLED_CELLS)
         for start in range(0, len(rows), 1024):
             tokens = tokenizer(cells.block(rows[start : start + 1024]))
@@ -182,31 +182,26 @@ class MaskedDiffusion(TellsBatches):
             there = tokens["attention_mask"][:, : self.most_genes]
             lengths.append(there.sum(dim=1).numpy())
             counts += np.bincount(tokens["input_ids"][:, : self.most_genes][there], minlength=len(counts))
-            mean.append(tokens["values"][:, : self.most_genes][there].numpy())
-        self._warn_of_cut_cells(np.concatenate(whole) if whole else np.zeros(0))
+            values.append(tokens["values"][:, : self.most_genes][there].numpy())
+        whole_lengths = np.concatenate(whole)
+        if (is_cut := whole_lengths > self.most_genes).any():
+            limit = "max_genes" if self.max_genes is not None or self._attended is None else "max_tokens"
+            warn(
+                f"{limit}={self.most_genes} truncates {is_cut.mean():.0%} of the cells (median of all cells: "
+                f"{np.median(whole_lengths):.0f} genes), so 'masked_diffusion' learns only the first "
+                f"{self.most_genes} genes in the order of the tokenizer, and generated cells have at most "
+                f"{self.most_genes} genes; increase {limit} to use complete cells."
+            )
         of_module = cast(Any, module)
         if hasattr(module, "init_lengths"):
             quantiles = np.quantile(np.concatenate(lengths), np.linspace(0, 1, 101))
             of_module.init_lengths(torch.from_numpy(quantiles).float())
         if self.token_prior and hasattr(module, "init_token_prior"):
             of_module.init_token_prior(torch.from_numpy(counts))
-        values = np.concatenate(mean)
-        if hasattr(module, "init_value_prior") and len(values):
-            of_module.init_value_prior(float(values.mean()))
+        if hasattr(module, "init_value_prior") and len(all_values := np.concatenate(values)):
+            of_module.init_value_prior(float(all_values.mean()))
         if self.reconstruction_weight:
             start_at_means(module, cells)
-
-    def _warn_of_cut_cells(self, lengths: np.ndarray) -> None:
-        cut = lengths > self.most_genes
-        if not cut.any():
-            return
-        limit = "max_genes" if self.max_genes is not None or self._attended is None else "max_tokens"
-        warn(
-            f"{limit}={self.most_genes} truncates {cut.mean():.0%} of the cells (median of all cells: "
-            f"{np.median(lengths):.0f} genes), so 'masked_diffusion' learns only the first {self.most_genes} genes in "
-            f"the order of the tokenizer, and generated cells have at most {self.most_genes} genes; increase {limit} "
-            "to use complete cells."
-        )
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
         """Tokenize, sample a time for each cell, and mask genes and values."""
@@ -214,7 +209,10 @@ class MaskedDiffusion(TellsBatches):
         tokens = tokenizer(block)
         ids = tokens["input_ids"][:, : self.most_genes].numpy()
         values = tokens["values"][:, : self.most_genes].numpy()
-        seen = self._seen_values(block, tokenizer, epoch=epoch, seed=seed)
+        visible = downsampled(block, self.thinning, epoch=epoch, seed=seed)
+        # The log1p CP10K values in the visible part of each cell, shape (B, G); 0 elsewhere.
+        seen = np.zeros((len(block), tokenizer.vocab.n_genes), dtype=np.float32)
+        seen[np.repeat(np.arange(len(block)), np.diff(visible.indptr)), visible.genes] = log1p_cp10k(visible)
         keys = cell_keys(block.rows, seed=seed, epoch=epoch, stream=_STREAM)
         times = diffusion_times(keys)
         lengths = (ids >= n_special).sum(axis=1)
@@ -246,13 +244,6 @@ class MaskedDiffusion(TellsBatches):
         if (of_cells := self.batches_of(block)) is not None:
             batch["batch"] = of_cells
         return {**batch, **whole_profiles(block)}
-
-    def _seen_values(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> np.ndarray:
-        """Return the log1p CP10K values in the visible part of each cell, float32, shape (B, G); 0 elsewhere."""
-        block = downsampled(block, self.thinning, epoch=epoch, seed=seed)
-        seen = np.zeros((len(block), tokenizer.vocab.n_genes), dtype=np.float32)
-        seen[np.repeat(np.arange(len(block)), np.diff(block.indptr)), block.genes] = log1p_cp10k(block)
-        return seen
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss; log its parts, and the moments for counting active units."""

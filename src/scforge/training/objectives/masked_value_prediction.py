@@ -93,8 +93,10 @@ class MaskedValuePrediction(Objective):
     def max_tokens(self, tokenizer: Tokenizer) -> int:
         """Return the maximum number of tokens per cell, including genes without counts."""
         most = tokenizer.max_tokens()
-        around = tokenizer.max_tokens() - min(tokenizer.most_genes, tokenizer.vocab.n_genes)
-        hidden = max(1, math.ceil((most - around) * _largest(self.mask_ratio)))
+        around = most - min(tokenizer.most_genes, tokenizer.vocab.n_genes)
+        ratio = self.mask_ratio
+        largest = max(ratio["start"], ratio["end"]) if isinstance(ratio, Mapping) else float(np.max(ratio))
+        hidden = max(1, math.ceil((most - around) * largest))
         added = int(_n_zeros(self.zero_targets, np.array(hidden)))
         return min(most + added, max(most, around + tokenizer.vocab.n_genes))
 
@@ -135,12 +137,6 @@ class MaskedValuePrediction(Objective):
                 f"'masked_autoencoder', or 'transformer_encoder' with expression_head={bins}."
             )
         return output.loss, {}
-
-
-def _largest(mask_ratio: Any) -> float:
-    if isinstance(mask_ratio, Mapping):
-        return max(mask_ratio["start"], mask_ratio["end"])
-    return float(np.max(mask_ratio))
 
 
 def _n_zeros(per_hidden: float, n_hidden: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from scforge.models.components.latent import kl_divergence
 from scforge.models.components.sigreg import SIGReg
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives._alignment import N_SLICES, align
-from scforge.training.objectives._conditioning import IN_THE_MEAN, TellsLabels
+from scforge.training.objectives._conditioning import IN_THE_MEAN, TellsLabels, numbers_of_cells
 from scforge.training.objectives._neighbors import NeighborPool, check_temperature
 from scforge.training.objectives._views import CollapseWatch, SeesViews, geometry_moments
 from scforge.training.objectives.base import TrainingDefaults, register_objective
@@ -220,7 +220,7 @@ class NeighborDenoising(TellsLabels, SeesViews):
         DataError
             If the column `labels_key` is missing, or the training cells have fewer than two labels.
         """
-        self._labels = self.labels_of_cells(cells)
+        self._labels = numbers_of_cells("labels_key", self.labels_key, "labels", self.labels, cells)
         if self._labels is not None:
             is_held_out = np.ones(len(cells), dtype=bool)
             is_held_out[train_rows] = False
@@ -279,18 +279,18 @@ class NeighborDenoising(TellsLabels, SeesViews):
         A cell without a neighbor is assigned an arbitrary neighbor with weight 0, so that all processes compute the
         same shapes.
         """
-        seen = [block]
+        blocks = [block]
         extra: dict[str, torch.Tensor] = {}
         if self._pool is not None:
-            found, has = self._pool.neighbors(block, epoch=epoch, seed=seed)
-            seen.append(found)
+            neighbors, has = self._pool.neighbors(block, epoch=epoch, seed=seed)
+            blocks.append(neighbors)
             extra["has_neighbor"] = torch.from_numpy(has)
         if self._labels is not None:
             labels = [self._labels[block.rows]]
             if self._pool is not None:
-                labels.append(np.where(has > 0, self._labels[self._pool.rows[found.rows]], -1))
+                labels.append(np.where(has > 0, self._labels[self._pool.rows[neighbors.rows]], -1))
             extra["labels"] = torch.from_numpy(np.concatenate(labels))
-        views = self._views(seen, tokenizer, epoch=epoch, seed=seed)
+        views = self._views(blocks, tokenizer, epoch=epoch, seed=seed)
         if (batches := self.batches_of(block)) is not None:
             extra["batch"] = batches
         return {**views, **whole_profiles(block), **extra}
@@ -298,14 +298,14 @@ class NeighborDenoising(TellsLabels, SeesViews):
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss; log its parts and the geometry of the embedding."""
         of_cells: Any = module
-        found = of_cells.infer(**{name: tensor for name, tensor in batch.items() if name not in _OF_THE_OBJECTIVE})
+        inferred = of_cells.infer(**{name: tensor for name, tensor in batch.items() if name not in _OF_THE_OBJECTIVE})
         n_cells, batches = self.n_cells(batch), batch.get("batch")
-        latent, mu = found["latent"], found["mu"].float()
+        latent, mu = inferred["latent"], inferred["mu"].float()
         own = mu[:n_cells]
         predicted = of_cells.decode(latent[:n_cells], batches).float()
         profiles = dense_profiles(batch, predicted.shape[1])
         error_b = (predicted - profiles).square().mean(dim=1)
-        figures = {"squared_error": error_b.mean(), "kl": kl_divergence(own, found["logvar"][:n_cells].float())}
+        figures = {"squared_error": error_b.mean(), "kl": kl_divergence(own, inferred["logvar"][:n_cells].float())}
         total = 0.5 * error_b.mean().clamp(min=_MIN_ERROR).log() + self.beta * figures["kl"] / profiles.shape[1]
         if "has_neighbor" in batch and module.training:
             has_b = batch["has_neighbor"]
@@ -333,14 +333,14 @@ class NeighborDenoising(TellsLabels, SeesViews):
         Warns once if the embedding has collapsed.
         """
         means = dict(means)
-        found = self._collapse.figures(means)
+        geometry = self._collapse.figures(means)
         if "has_neighbor" in means:
             share = means["has_neighbor"]
             for name in ("distance", "translated_error"):
                 figure = means.pop(name)
                 if share > 0:
                     means[name] = figure / share
-        return {**super().summarize(means), **found}
+        return {**super().summarize(means), **geometry}
 
 
 def contrastive_loss(mu: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -192,8 +192,9 @@ class NextGenePrediction(Objective):
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the module's own loss; training drops the class of some cells."""
         if module.training and "condition" in batch and self.condition_dropout > 0:
-            told = torch.rand(batch["condition"].shape, device=batch["condition"].device) >= self.condition_dropout
-            batch = {**batch, "condition": batch["condition"] * told}
+            condition = batch["condition"]
+            is_kept = torch.rand(condition.shape, device=condition.device) >= self.condition_dropout
+            batch = {**batch, "condition": condition * is_kept}
         return loss_of(module, batch), {}
 
 

@@ -18,7 +18,7 @@ from scforge.errors import DataError, OptionError, listing, warn
 from scforge.models.components.latent import classification_loss, kl_divergence, reconstruction_loss
 from scforge.tokenizers._expression import log1p_cp10k
 from scforge.tokenizers.base import RaggedTokens, Tokenizer, pad
-from scforge.training.objectives._conditioning import TellsLabels, of_block
+from scforge.training.objectives._conditioning import TellsLabels, numbers_of_cells, of_block
 from scforge.training.objectives._views import downsampled
 from scforge.training.objectives.base import TrainingDefaults, mismatch, register_objective
 
@@ -160,7 +160,7 @@ class Variational(TellsLabels):
 
     def _no_class(self, cells: Cells, train_rows: np.ndarray, *, needed: bool) -> str:
         """Look up the class of each cell; return a message if no training cell has a known class, otherwise ""."""
-        self._labels = self.labels_of_cells(cells, needed=needed)
+        self._labels = numbers_of_cells("labels_key", self.labels_key, "labels", self.labels, cells, needed=needed)
         if self._labels is None or (self._labels[train_rows] >= 0).any():
             return ""
         return (
@@ -174,16 +174,16 @@ class Variational(TellsLabels):
         batch = {**cast(dict[str, torch.Tensor], tokenizer(seen)), **whole_profiles(block)}
         warmed_up = min(1.0, (epoch + 1) / self.kl_warmup) if self.kl_warmup else 1.0
         batch["kl_share"] = torch.full((len(block),), warmed_up)
-        numbers = {"cell_type": of_block(self.labels_key, self._labels, block), "batch": self.batches_of(block)}
-        batch |= {name: tensor for name, tensor in numbers.items() if tensor is not None}
+        codes = {"cell_type": of_block(self.labels_key, self._labels, block), "batch": self.batches_of(block)}
+        batch |= {name: tensor for name, tensor in codes.items() if tensor is not None}
         return batch
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss; log its parts, and the moments for counting active units."""
         of_cells: Any = module
         tokens = {name: tensor for name, tensor in batch.items() if name not in _OF_THE_OBJECTIVE}
-        found = of_cells.infer(**tokens)
-        latent, mu = found["latent"], found["mu"]
+        inferred = of_cells.infer(**tokens)
+        latent, mu = inferred["latent"], inferred["mu"]
         total = latent.new_zeros(())
         figures: dict[str, torch.Tensor] = {}
         if self.reconstruction_weight:
@@ -199,8 +199,8 @@ class Variational(TellsLabels):
             figures["accuracy"] = (logits.argmax(dim=1) == labels).float().mean()
         if getattr(module, "variational", True):
             beta = self.beta * batch["kl_share"].mean() if module.training else self.beta
-            figures["kl"] = kl_divergence(mu, found["logvar"])
-            free = kl_divergence(mu, found["logvar"], self.free_bits) if self.free_bits else figures["kl"]
+            figures["kl"] = kl_divergence(mu, inferred["logvar"])
+            free = kl_divergence(mu, inferred["logvar"], self.free_bits) if self.free_bits else figures["kl"]
             total = total + beta * free
         figures = {name: figure.detach() for name, figure in figures.items()}
         return total, figures | mean_moments(mu)
