@@ -4,9 +4,9 @@ import pytest
 import scanpy as sc
 from scipy import sparse
 
+from scforge.data.expression import log_normalized
 from scforge.data.perturbation import PerturbationKeys
 from scforge.errors import DataError, ScforgeWarning
-from scforge.eval.expression import log_normalized
 from scforge.eval.generation import SAME_CELL, check_copies, check_disjoint, check_features, copied_rows
 
 KEYS = PerturbationKeys("target", control="control")

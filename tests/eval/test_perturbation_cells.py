@@ -4,8 +4,8 @@ import scanpy as sc
 from scipy import sparse
 from sklearn.decomposition import PCA
 
+from scforge.data.expression import log_normalized
 from scforge.errors import DataError
-from scforge.eval.expression import log_normalized
 from scforge.eval.perturbation import KnownEffects, WantedEffects, baseline_effects, gene_scores, linear_effects
 from scforge.eval.perturbation_metrics import EffectKeys, PerturbedCells
 

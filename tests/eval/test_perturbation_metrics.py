@@ -5,7 +5,6 @@ import pytest
 from scipy import sparse, stats
 
 from scforge.errors import DataError, ScforgeWarning
-from scforge.eval.expression import effects_of, moments_of
 from scforge.eval.perturbation_metrics import (
     de_genes,
     de_weights,
@@ -15,6 +14,7 @@ from scforge.eval.perturbation_metrics import (
     technical_duplicate,
     warn_of_few,
 )
+from scforge.perturbation.effects import effects_of, moments_of
 
 
 def effects(n_perturbations: int = 6) -> tuple[np.ndarray, np.ndarray]:

@@ -3,9 +3,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from scforge.data.expression import log_normalized
 from scforge.errors import DataError, OptionError
 from scforge.eval import evaluate_perturbations
-from scforge.eval.expression import log_normalized
 from scforge.eval.perturbation import KnownEffects, WantedEffects, baseline_effects, perturbation_baselines
 from scforge.eval.perturbation_metrics import EffectKeys, PerturbedCells
 

@@ -15,9 +15,10 @@ from scipy import sparse
 from scforge._checks import check_count, check_seed
 from scforge._constants import UNS_KEY
 from scforge.data.checks import content_mark
+from scforge.data.expression import scale_difference
 from scforge.errors import DataError, OptionError, listing
 from scforge.eval.base import Benchmark, register_benchmark
-from scforge.eval.expression import principal_components, scale_difference
+from scforge.eval.expression import principal_components
 from scforge.eval.generation import (
     SAME_CELL,
     check_complete,

@@ -21,12 +21,12 @@ import pandas as pd
 from scipy import sparse
 
 from scforge._checks import check_known
-from scforge._columns import texts_of
+from scforge._columns import check_column, texts_of
 from scforge.data.checks import check_is_adata
+from scforge.data.expression import log_normalized
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
 from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, first_line, listing, warn
-from scforge.eval.base import check_column
-from scforge.eval.expression import Effects, Moments, effects_of, log_normalized, moments_of
+from scforge.perturbation.effects import Effects, Moments, effects_of, moments_of
 
 if TYPE_CHECKING:
     from anndata import AnnData

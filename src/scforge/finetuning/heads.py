@@ -18,12 +18,11 @@ from scforge.data.cells import CellSource
 from scforge.data.neighbors import SHARPNESS, query_shifts
 from scforge.errors import OptionError
 from scforge.models._utils import evaluating
+from scforge.models.components.heads import Standardize
 from scforge.models.protocol import ModelOutput
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective
 from scforge.training.predict import embed
-
-_SMALLEST = 1e-6
 
 _FACTOR_PRIOR, _MOST_OF_CLUSTER, _LARGEST_FACTOR = 30.0, 20.0, 5.0
 """Pseudo-expression for shrinkage, maximum weight of a cluster, and maximum factor; chosen on kang_ifnb."""
@@ -187,36 +186,6 @@ class QueryMapping(Unchanged):
     def cosines(self, embeddings: torch.Tensor) -> torch.Tensor:
         """Return the cosine similarity between cells and clusters, shape (B, K)."""
         return F.normalize(embeddings - self.center, dim=1) @ self.clusters.T
-
-
-class Standardize(nn.Module):
-    """Subtract a mean and divide by a scale, both set once, so that a head does not depend on units.
-
-    Parameters
-    ----------
-    n_in
-        Number of dimensions D.
-    """
-
-    mean: torch.Tensor
-    scale: torch.Tensor
-
-    def __init__(self, n_in: int) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(n_in))
-        self.register_buffer("scale", torch.ones(n_in))
-
-    @torch.no_grad()
-    def set_from(self, embeddings: np.ndarray) -> None:
-        """Set mean and scale from embeddings, shape (N, D); a constant dimension keeps the scale 1."""
-        mean, scale = embeddings.mean(axis=0, dtype=np.float64), embeddings.std(axis=0, dtype=np.float64)
-        scale = np.where(scale > _SMALLEST, scale, 1.0)
-        self.mean.copy_(torch.from_numpy(mean))
-        self.scale.copy_(torch.from_numpy(scale))
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Return standardized values, shape (B, D)."""
-        return (values - self.mean) / self.scale
 
 
 class PredictionHead(nn.Module):

@@ -15,16 +15,17 @@ from torch import nn
 from scforge._columns import texts_of
 from scforge._constants import PAD_ID
 from scforge.data.cells import Cells, choose_rows
+from scforge.data.expression import log_expression
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
 from scforge.data.sampling import cell_keys
 from scforge.errors import DataError, OptionError, listing, suggest
-from scforge.eval.expression import effects_of, log_expression, moments, moments_of
 from scforge.eval.perturbation import BANDS, BASE, N_COMPONENTS, bands_of, fit_kernels, size_of
 from scforge.eval.perturbation_metrics import de_weights
 from scforge.finetuning.base import Column
-from scforge.finetuning.heads import Standardize
 from scforge.finetuning.splits import Split
 from scforge.models.components.gene_vectors import GeneVectorEmbedding
+from scforge.models.components.heads import Standardize
+from scforge.perturbation.effects import effects_of, moments, moments_of
 
 CONTROL, UNLABELED = -1, -2
 """Codes of control cells, and of cells without a label."""

@@ -17,10 +17,10 @@ from torch import nn
 from scforge._checks import check_choice, check_count, check_known
 from scforge._constants import PAD_ID, UNS_KEY
 from scforge.data.cells import CellBlock, Cells, CellSource, choose_rows
+from scforge.data.expression import log_expression
 from scforge.data.perturbation import label_parts
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, OptionError, listing
-from scforge.eval.expression import Effects, effects_of, log_expression, moments
 from scforge.eval.perturbation import N_COMPONENTS, KnownEffects, WantedEffects, baseline_effects, gene_scores
 from scforge.eval.perturbation_metrics import (
     METRICS,
@@ -53,6 +53,7 @@ from scforge.finetuning.tasks._perturbation_model import (
     shifted_cells,
 )
 from scforge.models._utils import evaluating
+from scforge.perturbation.effects import Effects, effects_of, moments
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.gene_embedding import match_vectors, read_table
 from scforge.training.objectives.base import TrainingDefaults

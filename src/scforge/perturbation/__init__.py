@@ -1,0 +1,1 @@
+"""Effects of genetic and chemical perturbations: reading, prediction and metrics."""
