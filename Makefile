@@ -41,13 +41,14 @@ gpu-dry: ## Run the benchmark of a GPU on the CPU, in tiny sizes
 	$(ONE_THREAD) $(VENV)/bin/python benchmarks/gpu.py --tiny
 
 # What meets the tables of pandas, whose version 2 the clients of the Census need.
-WITH_PANDAS := census census_filters checks convert h5ad perturbation selection sources splits store \
+WITH_PANDAS := census census_filters checks convert h5ad selection sources splits store \
 	store_collections store_damage streams
 # tiledbsoma has no wheels for Python 3.14 yet.
 test-census: VENV := .venv-census
 test-census: ## Run the tests of the Census, and of what else meets pandas 2, in an environment of their own
 	@PYTHON=$${PYTHON:-python3.12} $(INSTALL) test census
-	$(ONE_THREAD) $(VENV)/bin/pytest $(PARALLEL) $(WITH_PANDAS:%=tests/data/test_%.py) tests/datasets $(ARGS)
+	$(ONE_THREAD) $(VENV)/bin/pytest $(PARALLEL) $(WITH_PANDAS:%=tests/data/test_%.py) tests/datasets \
+		tests/perturbation/test_keys.py $(ARGS)
 
 # hnswlib is built from source, and has been with Python 3.12 only.
 test-cz: VENV := .venv-cz

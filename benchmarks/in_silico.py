@@ -37,7 +37,7 @@ from _tables import rewrite
 
 import scforge
 from scforge.data.cells import Cells, CellSource
-from scforge.eval.expression import log_expression
+from scforge.data.expression import log_expression
 from scforge.insilico.screening import Perturbation, mean_moves, screen, strata_of
 from scforge.models import Encoder
 from scforge.training.predict import embed

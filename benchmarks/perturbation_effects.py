@@ -35,16 +35,12 @@ import pandas as pd
 from _tables import difference, rewrite
 
 from scforge.data import GeneVocab
-from scforge.eval.perturbation import CellSpace, known_effects, perturbation_baselines
-from scforge.eval.perturbation_metrics import (
-    Effect,
-    EffectKeys,
-    PerturbedCells,
-    de_genes,
-    energy_distance,
-    score_deltas,
-)
+from scforge.eval.perturbation import CellSpace
 from scforge.models import Encoder
+from scforge.perturbation.baselines import perturbation_baselines
+from scforge.perturbation.effects import PerturbedCells, known_effects
+from scforge.perturbation.keys import Effect, PerturbationKeys
+from scforge.perturbation.metrics import de_genes, energy_distance, score_deltas
 from scforge.testing import simulate_screen
 
 RESULTS = Path(__file__).parent / "results" / "perturbation_effects.csv"
@@ -55,21 +51,21 @@ ENERGY = ["energy_cells", "energy_moved", "energy_controls"]
 
 
 def fine_tuned(
-    train: ad.AnnData, test: ad.AnnData, held_out: PerturbedCells, keys: EffectKeys, center: np.ndarray, seed: int
+    train: ad.AnnData, test: ad.AnnData, held_out: PerturbedCells, keys: PerturbationKeys, center: np.ndarray, seed: int
 ) -> tuple[np.ndarray, pd.DataFrame]:
     """Return the effects that a fine-tuned encoder predicts, and the energy distances of each effect."""
-    controls = train[(train.obs[keys.perturbation_key] == keys.control).to_numpy()].copy()
+    controls = train[(train.obs[keys.perturbation] == keys.control).to_numpy()].copy()
     Encoder.setup_anndata(controls)
     # All genes, those that no control cell expresses as well.
     base = Encoder(controls, seed=seed, vocab=GeneVocab.from_genes(train.var_names), n_top_genes=0)
     base.train(5, progress_bar=False)
-    options = {"perturbation_key": keys.perturbation_key, "control": keys.control, "context_key": keys.context_key}
-    shares = {"test_size": 0, "validation_size": 0.2, "split_by": keys.context_key}
+    options = {"perturbation_key": keys.perturbation, "control": keys.control, "context_key": keys.context}
+    shares = {"test_size": 0, "validation_size": 0.2, "split_by": keys.context}
     train, test = train.copy(), test.copy()
     model = base.finetune("perturbation", train, **options, **shares, seed=seed, progress_bar=False, max_epochs=5)
-    trained = {str(name) for name in train.obs[keys.perturbation_key]}
+    trained = {str(name) for name in train.obs[keys.perturbation]}
     known = {effect for effect in held_out.effects if {*effect.targets} <= {*train.var_names, *trained}}
-    names = [keys.name_of(effect.targets) for effect in known]
+    names = [keys.label(effect.targets) for effect in known]
     made, space = center.copy(), CellSpace(held_out.expression, n_comps=20, seed=seed)
     energy = pd.DataFrame(np.nan, index=range(len(center)), columns=["network", *ENERGY])
     if not names:
@@ -83,7 +79,7 @@ def fine_tuned(
     )
     for row, effect in enumerate(held_out.effects):
         if effect in known:
-            made[row] = row_of[keys.name_of(effect.targets), effect.context]
+            made[row] = row_of[keys.label(effect.targets), effect.context]
             real = space.cells(held_out.expression[held_out.rows(effect)])
             plain = space.cells(held_out.expression[held_out.rows(Effect((), effect.context))])
             groups = space.cells(cells.expression[cells.rows(effect)]), plain + space.shift(made[row][None]), plain
@@ -93,7 +89,11 @@ def fine_tuned(
 
 
 def scored(
-    train: ad.AnnData, test: ad.AnnData, keys: EffectKeys, tables: dict[str, pd.DataFrame], tuned: int | None = None
+    train: ad.AnnData,
+    test: ad.AnnData,
+    keys: PerturbationKeys,
+    tables: dict[str, pd.DataFrame],
+    tuned: int | None = None,
 ) -> tuple[pd.DataFrame, dict[str, np.ndarray], np.ndarray]:
     """Return the scores of each held-out effect by each method, the predictions, and the mean training effect.
 
@@ -127,7 +127,7 @@ def planted(folder: Path | None, seed: int, tuned: bool) -> Iterator[pd.DataFram
     of_programs = screen.responses - screen.responses.mean(axis=0)
     of_programs /= np.linalg.norm(of_programs, axis=1, keepdims=True)
     for train, test in folds(screen.adata, labels, seed):
-        found, made, center = scored(train, test, EffectKeys("perturbation", "control"), dict(screen.tables))
+        found, made, center = scored(train, test, PerturbationKeys("perturbation", "control"), dict(screen.tables))
         right = []
         for deltas in made.values():
             like = (deltas - center) @ of_programs.T
@@ -154,7 +154,7 @@ def papalexi(folder: Path, seed: int, tuned: bool) -> Iterator[pd.DataFrame]:
         both = both[both["a"].isin(np.unique(labels))]
         tables[name] = pd.crosstab(both["a"], both["b"]).clip(upper=1).astype(float)
     for train, test in folds(adata, labels, seed):
-        keys = EffectKeys("perturbation", "control")
+        keys = PerturbationKeys("perturbation", "control")
         found, *_ = scored(train, test, keys, tables, seed if tuned else None)
         yield found.assign(data="papalexi")
 
@@ -168,7 +168,7 @@ def kang(folder: Path, seed: int, tuned: bool) -> Iterator[pd.DataFrame]:
     for name in np.unique(types):
         is_test = (types == name) & (~is_control | tested_controls)
         train = adata[(types != name) | (is_control & ~tested_controls)]
-        keys = EffectKeys("condition", "control", "cell_type")
+        keys = PerturbationKeys("condition", "control", context="cell_type")
         found, *_ = scored(train, adata[is_test], keys, {}, seed if tuned else None)
         yield found.assign(data="kang")
 

@@ -3,13 +3,14 @@
 Each task has a reference with labels and a query without. In each run 80 % of the cells of both are drawn, every method
 is fitted with the seed of the run, and a logistic regression and the 15 nearest neighbors carry labels from reference
 to query. `mixing` is the share of reference cells among the 30 nearest neighbors of a query cell, over what it would be
-if all lay at random. `bras` and `cilisi` are over the types that both have, with reference and query as the two batches:
-the batch-removal-adapted silhouette [1]_, and scaled iLISI of each type, of which the mean is shown [2]_. `auroc_new`, where the reference lacks types of the query, is how well the mean distance to the 15
-nearest reference cells tells their cells from others. `f1_linear_5`, `_20` and `_100` are of a logistic regression that
-learns from so many reference cells of each type. Rows "on both" learn from the query without labels, "scforge, mapped"
-and "scforge, encoder alone" from the reference alone; the former then moves the query onto it in closed form. scANVI
-and CellTypist learn from the labels of the reference and predict those of the query themselves, which is their
-`f1_linear`. CONCORD needs the package ``concord-sc``, scPoli ``scarches``.
+if all lay at random. `bras` and `cilisi` are over the types that both have, with reference and query as the two
+batches: the batch-removal-adapted silhouette [1]_, and scaled iLISI of each type, of which the mean is shown [2]_.
+`auroc_new`, where the reference lacks types of the query, is how well the mean distance to the 15 nearest reference
+cells tells their cells from others. `f1_linear_5`, `_20` and `_100` are of a logistic regression that learns from so
+many reference cells of each type. Rows "on both" learn from the query without labels, "scforge, mapped" and "scforge,
+encoder alone" from the reference alone; the former then moves the query onto it in closed form. scANVI and CellTypist
+learn from the labels of the reference and predict those of the query themselves, which is their `f1_linear`. CONCORD
+needs the package ``concord-sc``, scPoli ``scarches``.
 Hyper-parameters may be chosen on ``kang_ifnb`` and ``sc_mixology`` only; the other data sets are and stay tests.
 The results go into ``benchmarks/results/transfer.csv``, from which ``--table`` prints means and paired differences::
 

@@ -15,7 +15,6 @@ from scipy import sparse
 
 from scforge._columns import codes_among, labels_of, means_no_label, text_of, texts_of
 from scforge.data.cells import CellSource
-from scforge.data.perturbation import PerturbationKeys, parse_perturbations
 from scforge.data.splits import split_cells
 from scforge.errors import DataError, ScforgeWarning
 from scforge.estimators.finetune import with_batches_of
@@ -24,6 +23,7 @@ from scforge.finetuning import get_task
 from scforge.finetuning.splits import split_for
 from scforge.insilico.perturb import cells_in_state, rows_of_groups
 from scforge.models import Encoder
+from scforge.perturbation.keys import PerturbationKeys, parse_perturbations
 from scforge.training.objectives._conditioning import classes_found, numbers_of_cells
 
 pyarrow = pytest.importorskip("pyarrow")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from scforge.errors import DataError, listing, warn
+from scforge.errors import DataError, listing, suggest, warn
 
 UNASSIGNED, HETEROGENEOUS, UNKNOWN = "unassigned", "Heterogeneous", "unknown"
 """Labels that the package itself writes for cells without one: by a threshold, majority voting, and unlike any type."""
@@ -75,6 +75,13 @@ def _text_of_number(value: Any) -> str | None:
     if isinstance(value, float | np.floating) and np.isfinite(value) and value == np.floor(value):
         return np.format_float_positional(value, trim="-").removeprefix("-" if value == 0 else "")
     return str(value)
+
+
+def check_column(argument: str, key: str, obs: pd.DataFrame) -> None:
+    """Raise :class:`~scforge.errors.DataError` if obs does not contain the column `key`."""
+    if key not in obs:
+        columns = [column for column in obs.columns if not str(column).startswith("_scvi_")]
+        raise DataError(f"{argument}={key!r} is not a column of obs{suggest(key, columns, 'available')}")
 
 
 def texts_of(values: Any, *, key: str, argument: str, fractional: bool = True) -> pd.Categorical:

@@ -12,8 +12,10 @@ from scipy import sparse
 from scforge.datasets import get_card, get_split, list_cards, load
 from scforge.datasets.cards import SplitRule
 from scforge.errors import DataError, MissingFileError, OptionError
-from scforge.eval.perturbation import PerturbationPrediction, perturbation_baselines
-from scforge.eval.perturbation_metrics import EffectKeys, PerturbedCells
+from scforge.eval.perturbation import PerturbationPrediction
+from scforge.perturbation.baselines import perturbation_baselines
+from scforge.perturbation.effects import PerturbedCells
+from scforge.perturbation.keys import PerturbationKeys
 from scforge.testing import SimulatedScreen, simulate_screen
 
 KEYS = ("perturbation_name", "control")
@@ -154,7 +156,7 @@ def test_pairs_by_how_many_of_their_genes_were_seen(screen: SimulatedScreen, cac
 
     # The truth is additive: the more genes are known, the closer predictions are to it.
     train, test = (adata[split.rows(adata, part)].copy() for part in ("train", "test"))
-    keys = EffectKeys("perturbation_name", "control")
+    keys = PerturbationKeys("perturbation_name", "control")
     trained, held_out = (PerturbedCells.read(cells, keys, argument="cells") for cells in (train, test))
     made = perturbation_baselines(trained, held_out.effects, keys, {})
     true = screen.effects.rename(index=lambda name: "+".join(sorted(name.split("+")))).loc[pairs.index]

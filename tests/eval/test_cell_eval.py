@@ -4,10 +4,11 @@ import numpy as np
 import pertpy
 import pytest
 
+from scforge.data.expression import log_normalized
 from scforge.errors import DataError, MissingFileError, OptionError
 from scforge.eval import PerturbationPrediction
-from scforge.eval.expression import log_normalized
-from scforge.eval.perturbation_metrics import cell_eval_scores, distances, energy_distance
+from scforge.eval.perturbation_metrics import cell_eval_scores, distances
+from scforge.perturbation.metrics import energy_distance
 
 KEYS = {"perturbation_key": "target", "control": "control"}
 

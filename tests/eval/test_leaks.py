@@ -4,10 +4,10 @@ import pytest
 import scanpy as sc
 from scipy import sparse
 
-from scforge.data.perturbation import PerturbationKeys
+from scforge.data.expression import log_normalized
 from scforge.errors import DataError, ScforgeWarning
-from scforge.eval.expression import log_normalized
 from scforge.eval.generation import SAME_CELL, check_copies, check_disjoint, check_features, copied_rows
+from scforge.perturbation.keys import PerturbationKeys
 
 KEYS = PerturbationKeys("target", control="control")
 

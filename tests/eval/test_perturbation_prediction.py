@@ -6,12 +6,11 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from scforge.data.expression import log_normalized
 from scforge.errors import DataError, OptionError
 from scforge.eval import PerturbationPrediction
-from scforge.eval.expression import log_normalized
-from scforge.eval.perturbation import TECHNICAL_DUPLICATE
-from scforge.eval.perturbation_metrics import energy_distance, score_deltas, technical_duplicate
 from scforge.eval.report import interval
+from scforge.perturbation.metrics import TECHNICAL_DUPLICATE, energy_distance, score_deltas, technical_duplicate
 
 LABELS = ("g0", "g1", "g2", "g3")
 

@@ -3,11 +3,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from scforge.data.expression import log_normalized
 from scforge.errors import DataError, OptionError
 from scforge.eval import evaluate_perturbations
-from scforge.eval.expression import log_normalized
-from scforge.eval.perturbation import KnownEffects, WantedEffects, baseline_effects, perturbation_baselines
-from scforge.eval.perturbation_metrics import EffectKeys, PerturbedCells
+from scforge.perturbation.baselines import baseline_effects, perturbation_baselines
+from scforge.perturbation.effects import KnownEffects, PerturbedCells, WantedEffects
+from scforge.perturbation.keys import Effect, PerturbationKeys
 
 KEYS = {"perturbation_key": "target", "control": "control"}
 HELD_OUT = ("g0+g1", "g2+g3", "g1+g2")
@@ -60,7 +61,7 @@ def test_all_baselines_and_the_ceiling_stand_beside_a_prediction(real, train, ma
 
 
 def test_baselines_are_computed_from_the_training_cells_alone(real, train) -> None:
-    keys = EffectKeys("target", "control")
+    keys = PerturbationKeys("target", "control")
     trained = PerturbedCells.read(train, keys, argument="train")
     effects = PerturbedCells.read(real, keys, argument="real").effects
     found = perturbation_baselines(trained, effects, keys, {})
@@ -109,12 +110,14 @@ def test_contexts_have_their_own_mean_and_the_mean_of_all(perturbed) -> None:
     with pytest.raises(DataError, match="train has no control cells in the contexts 'y'"):
         quick(real, made, train=train[train.obs["type"] == "x"].copy(), context_key="type")
     deltas = np.arange(8.0).reshape(4, 2)
-    known = KnownEffects((("A",), ("B",)) * 2, ("x", "x", "y", "y"), deltas, {"x": np.zeros(2), "y": np.ones(2)})
-    found = baseline_effects(known, WantedEffects((("C",),), ("y",)))
+    known = KnownEffects(
+        [Effect((name,), context) for context in contexts for name in "AB"], deltas, {"x": np.zeros(2), "y": np.ones(2)}
+    )
+    found = baseline_effects(known, WantedEffects([Effect(("C",), "y")]))
     assert (found["overall_mean"].tolist(), found["train_mean"].tolist()) == ([[3.0, 4.0]], [[5.0, 6.0]])
     # In a context without effects the mean is that of all, which need not be said twice.
     known.controls["z"] = np.ones(2)
-    assert "overall_mean" not in baseline_effects(known, WantedEffects((("C",),), ("z",)))
+    assert "overall_mean" not in baseline_effects(known, WantedEffects([Effect(("C",), "z")]))
 
 
 def test_genes_are_aligned_by_name_and_missing_ones_said(real, train, made) -> None:
@@ -157,7 +160,7 @@ def test_leaks_are_errors(real, train, made, perturbed) -> None:
     embedded = real.copy()
     embedded.obsm["X_scforge"] = np.random.default_rng(0).normal(size=(real.n_obs, 8)).astype(np.float32)
     means = pd.DataFrame(embedded.obsm["X_scforge"]).groupby(real.obs["target"].to_numpy()).mean().drop("control")
-    cells = PerturbedCells.read(real, EffectKeys("target", "control"), argument="real")
+    cells = PerturbedCells.read(real, PerturbationKeys("target", "control"), argument="real")
     deltas = cells.measured(cells.moments(), argument="real").deltas
     answer = pd.DataFrame(deltas, index=["g0+g1", "g1+g2", "g2+g3"], columns=real.var_names)
     peeking = renamed(real[real.obs["target"] != "control"])

@@ -6,6 +6,7 @@ import scanpy as sc
 from scipy import sparse
 
 from scforge.data import GeneVocab, open_cells
+from scforge.data.expression import log_expression
 from scforge.errors import DataError, ScforgeWarning
 from scforge.eval.baselines import (
     BaselineInputs,
@@ -13,7 +14,7 @@ from scforge.eval.baselines import (
     multi_label_baselines,
     regression_baselines,
 )
-from scforge.eval.expression import ExpressionSpace, log_expression
+from scforge.eval.expression import ExpressionSpace
 
 TRAIN, TEST = np.arange(0, 200), np.arange(200, 300)
 TRUTH = np.arange(300) % 2

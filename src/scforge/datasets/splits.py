@@ -16,9 +16,9 @@ import pandas as pd
 
 from scforge._checks import check_choice, check_known
 from scforge._io import atomic_write_bytes
-from scforge.data.perturbation import PerturbationKeys, parse_perturbations
 from scforge.datasets.cards import Amount, DatasetCard, SplitRule, get_card
 from scforge.errors import DataError, MissingFileError, OptionError, listing
+from scforge.perturbation.keys import PerturbationKeys, parse_perturbations
 
 if TYPE_CHECKING:
     from anndata import AnnData

@@ -11,7 +11,7 @@ import pandas as pd
 from anndata import AnnData
 
 from scforge._checks import check_key
-from scforge._columns import labels_of, texts_of
+from scforge._columns import check_column, labels_of, texts_of
 from scforge._progress import announce
 from scforge._registry import check_options
 from scforge.data.checks import check_is_adata, gene_names
@@ -19,7 +19,7 @@ from scforge.errors import DataError, OptionError, listing, spelled, warn
 from scforge.estimators.base import CellModel
 from scforge.estimators.generate import check_generates
 from scforge.estimators.genes import untrained_embedder
-from scforge.eval.base import Entry, Evaluation, check_column, to_evaluation
+from scforge.eval.base import Entry, Evaluation, to_evaluation
 from scforge.eval.generation import evaluate_generation
 from scforge.eval.harness import check_seeds, entries_of, evaluate
 from scforge.eval.label_prediction import is_collapsed

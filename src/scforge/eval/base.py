@@ -15,7 +15,7 @@ import pandas as pd
 from scipy import sparse
 
 from scforge._checks import check_count
-from scforge._columns import labels_of, texts_of
+from scforge._columns import check_column, labels_of, texts_of
 from scforge._registry import Registry, check_defines, check_options
 from scforge.data.cells import Cells, choose_chunks, choose_rows
 from scforge.data.paths import is_url, stem_of
@@ -283,13 +283,6 @@ def as_array(made: Any, name: str = "the embedding") -> np.ndarray:
     if array.dtype.kind not in "fiub":
         raise DataError(f"{name} has dtype {array.dtype}, which is not numeric; pass an array of numbers.")
     return array
-
-
-def check_column(argument: str, key: str, obs: pd.DataFrame) -> None:
-    """Raise :class:`~scforge.errors.DataError` if obs does not contain the column `key`."""
-    if key not in obs:
-        columns = [column for column in obs.columns if not str(column).startswith("_scvi_")]
-        raise DataError(f"{argument}={key!r} is not a column of obs{suggest(key, columns, 'available')}")
 
 
 register_benchmark, list_benchmarks = BENCHMARKS.register, BENCHMARKS.names

@@ -19,15 +19,15 @@ import pandas as pd
 from scipy import sparse
 
 from scforge._checks import check_bool, check_count, check_known, check_seed
-from scforge._columns import texts_of
+from scforge._columns import check_column, texts_of
 from scforge._constants import TARGET_SUM
 from scforge._progress import announce, duration
 from scforge.data.cells import choose_rows
 from scforge.data.checks import counts_of
+from scforge.data.expression import log_expression
 from scforge.data.neighbors import harmony_correct
 from scforge.errors import DataError, OptionError, spelled, warn
-from scforge.eval.base import check_column
-from scforge.eval.expression import ExpressionSpace, log_expression
+from scforge.eval.expression import ExpressionSpace
 
 if TYPE_CHECKING:
     from anndata import AnnData

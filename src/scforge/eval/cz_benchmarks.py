@@ -15,13 +15,13 @@ import numpy as np
 import pandas as pd
 
 from scforge._checks import check_known, check_seed
-from scforge._columns import labels_of, texts_of
+from scforge._columns import check_column, labels_of, texts_of
 from scforge._registry import check_options
 from scforge.data.checks import counts_of
+from scforge.data.expression import log_normalized
 from scforge.errors import DataError, OptionError, ScforgeError, first_line, listing
-from scforge.eval.base import Benchmark, as_array, check_column, register_benchmark
+from scforge.eval.base import Benchmark, as_array, register_benchmark
 from scforge.eval.baselines import pca_embedding, quiet
-from scforge.eval.expression import log_normalized
 from scforge.eval.report import Kind, Measured, Report, Row
 
 if TYPE_CHECKING:

@@ -11,14 +11,15 @@ import pandas as pd
 from scipy import sparse
 
 from scforge._checks import check_count, check_known, check_seed
-from scforge._columns import labels_of
+from scforge._columns import check_column, labels_of
 from scforge._constants import TARGET_SUM, UNS_KEY
 from scforge.data.checks import content_mark, counts_of, value_problem
-from scforge.data.perturbation import PerturbationKeys, parse_perturbations
+from scforge.data.expression import log_normalized, scale_difference, totals_of
 from scforge.errors import DataError, OptionError, listing, warn
-from scforge.eval.base import Benchmark, check_column, register_benchmark
-from scforge.eval.expression import log_normalized, principal_components, scale_difference, totals_of
+from scforge.eval.base import Benchmark, register_benchmark
+from scforge.eval.expression import principal_components
 from scforge.eval.harness import check_seeds, compare
+from scforge.perturbation.keys import PerturbationKeys, parse_perturbations
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -450,7 +451,7 @@ def check_features(
     scforge.errors.DataError: gene_features contains the mean of X over the held-out cells of 'A'...
     """
     of_cells = parse_perturbations(real.obs, keys)
-    labels = pd.Series([(keys.separator or "+").join(targets) for targets in of_cells])
+    labels = pd.Series([keys.label(targets) for targets in of_cells])
     cells_of = labels.groupby(labels).indices
     controls = cells_of.pop("", None)
     known = features.set_axis(features.index.astype(str))

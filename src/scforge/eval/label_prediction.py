@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 
 from scforge._checks import check_count, check_seed, check_share
-from scforge._columns import labels_of, texts_of
+from scforge._columns import check_column, labels_of, texts_of
 from scforge.errors import DataError, listing, warn
-from scforge.eval.base import MIN_GROUPS, Benchmark, as_array, check_column, register_benchmark
+from scforge.eval.base import MIN_GROUPS, Benchmark, as_array, register_benchmark
 
 _MAX_DUPLICATES = 0.01
 """Fraction of cells that may share coordinates with a cell in another fold without a warning."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import product
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import anndata
@@ -15,9 +13,10 @@ from scipy import sparse
 from scforge._checks import check_count, check_seed
 from scforge._constants import UNS_KEY
 from scforge.data.checks import content_mark
+from scforge.data.expression import scale_difference
 from scforge.errors import DataError, OptionError, listing
 from scforge.eval.base import Benchmark, register_benchmark
-from scforge.eval.expression import principal_components, scale_difference
+from scforge.eval.expression import principal_components
 from scforge.eval.generation import (
     SAME_CELL,
     check_complete,
@@ -28,13 +27,14 @@ from scforge.eval.generation import (
     copied_rows,
     mark_of,
 )
-from scforge.eval.perturbation_metrics import (
+from scforge.eval.report import bootstrap_weights
+from scforge.perturbation.baselines import perturbation_baselines
+from scforge.perturbation.effects import PerturbedCells, columns_of, known_effects
+from scforge.perturbation.keys import Effect, PerturbationKeys
+from scforge.perturbation.metrics import (
     DISCRIMINATION,
     METRICS,
-    Effect,
-    EffectKeys,
-    PerturbedCells,
-    columns_of,
+    TECHNICAL_DUPLICATE,
     de_genes,
     discrimination_scores,
     energy_distance,
@@ -43,33 +43,12 @@ from scforge.eval.perturbation_metrics import (
     technical_duplicate,
     warn_of_few,
 )
-from scforge.eval.report import bootstrap_weights
 
 if TYPE_CHECKING:
     from anndata import AnnData
 
     from scforge.eval.report import Kind, Report
 
-
-PENALTY = 0.1
-N_COMPONENTS = 10
-BANDS = (N_COMPONENTS, 20, 50)
-"""Ends of the component bands of a source. Each band has a separate scale, so few or many components can be used."""
-
-TECHNICAL_DUPLICATE = "technical_duplicate"
-"""Name of the technical duplicate, the best score that noise from the limited number of cells allows."""
-
-BASE = 100.0
-"""Prior variance of the shared part of all effects. It is large, so that predictions shrink toward the mean."""
-
-_PENALTIES = (1000.0, 100.0, 10.0, 1.0, 0.1, 0.01)
-
-_SCALES = (0.0, 0.1, 1.0, 10.0)
-
-_MAX_COMPARED = 512
-"""Maximum number of effects used to choose scales and the penalty; with more effects, blocks are sampled."""
-
-_SWEEPS = 2
 
 _N_VARIABLE = 2_000
 
@@ -78,435 +57,6 @@ _MAX_FITTED = 20_000
 _CALIBRATED = ("pearson_delta", "wmse")
 
 _FEW_GENES = 0.5
-
-
-@dataclass(frozen=True)
-class KnownEffects:
-    """Effects measured in training cells.
-
-    Attributes
-    ----------
-    targets
-        Targets of each effect, as N tuples.
-    contexts
-        Context of each effect, e.g. the cell type, as N names; all are identical if there is only one context.
-    deltas
-        Change in mean log1p CP10K relative to the controls of the context, float, shape (N, G).
-    controls
-        Mean log1p CP10K of the controls in each context, including contexts without effects, shape (G,) each. Contexts
-        without effects may come from other data and contain NaN for genes that were not measured.
-    n_cells
-        Number of cells per effect, shape (N,). If None, all effects have the same weight.
-    """
-
-    targets: tuple[tuple[str, ...], ...]
-    contexts: tuple[str, ...]
-    deltas: np.ndarray
-    controls: Mapping[str, np.ndarray]
-    n_cells: np.ndarray | None = None
-
-    def within(self, context: str) -> np.ndarray:
-        """Return the indices of the effects in a context, or in all contexts if it has no effects, int64."""
-        own = [i for i, name in enumerate(self.contexts) if name == context]
-        return np.array(own or range(len(self.contexts)), dtype=np.int64)
-
-    def same(self, targets: tuple[str, ...]) -> np.ndarray:
-        """Return the indices of the effects of a perturbation in any context, int64."""
-        return np.array([i for i, some in enumerate(self.targets) if some == targets], dtype=np.int64)
-
-    def of(self, targets: tuple[str, ...], context: str, default: np.ndarray) -> np.ndarray:
-        """Return the mean effect of a perturbation in a context, else in other contexts, else `default`, shape (G,)."""
-        same = self.same(targets)
-        here = [i for i in same if self.contexts[i] == context]
-        return self.deltas[here or same].mean(axis=0) if len(same) else default
-
-    def mean(self, context: str) -> np.ndarray:
-        """Return the mean effect in a context, or in all contexts if it has no effects, shape (G,)."""
-        return self.deltas[self.within(context)].mean(axis=0)
-
-
-@dataclass(frozen=True)
-class WantedEffects:
-    """Effects to predict.
-
-    Attributes
-    ----------
-    targets, contexts
-        Targets and contexts of the Q effects, as in :class:`KnownEffects`.
-    genes
-        A mapping from each target that is a gene to its column in the effects.
-    gene_features
-        Target vectors from a model, shape (D,) each.
-    context_features
-        Context vectors from a model, shape (D,) each.
-    tables
-        A mapping from source name to additional target vectors, for ``kernels``.
-    """
-
-    targets: tuple[tuple[str, ...], ...]
-    contexts: tuple[str, ...]
-    genes: Mapping[str, int] = field(default_factory=dict)
-    gene_features: Mapping[str, np.ndarray] = field(default_factory=dict)
-    context_features: Mapping[str, np.ndarray] = field(default_factory=dict)
-    tables: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
-
-
-def baseline_effects(known: KnownEffects, wanted: WantedEffects, *, fitted: bool = True) -> dict[str, np.ndarray]:
-    """Return the predictions of all baselines, or only of the first two without `fitted`.
-
-    Returns
-    -------
-    Deltas, float64, shape (Q, G). Values are NaN if they depend on the `controls` of a context without the gene. The
-    baselines are
-
-    ``no_change``
-        No gene changes.
-    ``train_mean``
-        The mean of all training effects in the same context, or in all contexts if there are none.
-    ``overall_mean``
-        The mean of all training effects in all contexts. Included only if it differs from the mean of a requested
-        context.
-    ``control_mean``
-        The mean of the controls of all contexts, minus the mean of the controls of the context.
-    ``perturbation_mean``
-        The mean effect of the same perturbation in other contexts. Included only if a requested perturbation has one.
-    ``additive``
-        The sum of the effects of a combination's parts; parts without a known single effect use the mean single effect.
-        Included only if a combination is requested.
-    ``linear_pca``, ``linear_embedding``
-        :func:`linear_effects` with gene vectors from the training effects or from the model. For perturbations seen in
-        other contexts, context vectors are used.
-    ``kernels``
-        :func:`kernel_effects` with all of these features and `tables`. Sources are weighted by how well they predict
-        held-out training effects. If no source predicts them, the prediction is the mean.
-    ``nearest``
-        The effect of the training perturbation whose genes are most similar in :func:`gene_scores` (cosine). For
-        perturbations seen in other contexts, the effect in the context with the most similar controls.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> deltas = np.array([[1.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
-    >>> known = KnownEffects((("A",), ("B",)), ("all", "all"), deltas, {"all": np.ones(3)})
-    >>> made = baseline_effects(known, WantedEffects((("A", "B"),), ("all",)))
-    >>> made["train_mean"].tolist(), made["additive"].tolist()
-    ([[0.5, 1.0, 0.0]], [[1.0, 2.0, 0.0]])
-    """
-    pairs = list(zip(wanted.targets, wanted.contexts, strict=True))
-    means = [known.mean(context) for context in wanted.contexts]
-    found = {"no_change": np.zeros((len(pairs), known.deltas.shape[1])), "train_mean": np.array(means)}
-    if not fitted:
-        return found
-    genes, control = gene_scores(known), np.mean(list(known.controls.values()), axis=0)
-    found["control_mean"] = np.array([control - known.controls[context] for context in wanted.contexts])
-    if len(set(known.contexts)) > 1 and not {*wanted.contexts}.isdisjoint(known.contexts):
-        found["overall_mean"] = np.tile(known.deltas.mean(axis=0), (len(pairs), 1))
-    if any(some in known.targets for some in wanted.targets):
-        found["perturbation_mean"] = np.array([known.of(*pair, mean) for pair, mean in zip(pairs, means, strict=True)])
-    if any(len(some) > 1 for some in wanted.targets):
-        found["additive"] = np.array([_additive(known, *pair) for pair in pairs])
-    of_genes = {name: genes[gene] for name, gene in wanted.genes.items()}
-    found["linear_pca"] = linear_baseline(known, wanted, of_genes, _context_scores(known), genes=genes)
-    found["linear_embedding"] = linear_baseline(
-        known, wanted, wanted.gene_features, wanted.context_features, genes=genes
-    )
-    found["kernels"] = _by_kernels(known, wanted, of_genes)
-    found["nearest"] = np.array([_nearest(known, of_genes, *pair) for pair in pairs])
-    return found
-
-
-def gene_scores(known: KnownEffects) -> np.ndarray:
-    """Return gene scores from a PCA of the expression under all training perturbations, float64, shape (G, D).
-
-    Genes are observations and the mean expression of each group of cells is a variable, as in the linear model of
-    Ahlmann-Eltze et al. 2025.
-    """
-    expression = np.array([known.controls[name] for name in known.contexts]) + known.deltas
-    plain = np.array([known.controls[name] for name in sorted(set(known.contexts))])
-    return _scores(np.concatenate([plain, expression]).T)
-
-
-def _scores(values: np.ndarray, n_comps: int = N_COMPONENTS) -> np.ndarray:
-    """Return the scores of the rows on the leading principal components."""
-    left, sizes, _ = np.linalg.svd(values - values.mean(axis=0), full_matrices=False)
-    return (left * sizes)[:, :n_comps]
-
-
-def bands_of(n_comps: int) -> list[slice]:
-    """Return the bands that cover this number of components."""
-    return [slice(start, end) for start, end in zip((0, *BANDS), BANDS, strict=False) if start < n_comps]
-
-
-def linear_effects(deltas: np.ndarray, genes: np.ndarray, seen: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Predict effects by the bilinear model of Ahlmann-Eltze, Huber and Anders (Nat Methods 2025).
-
-    Y are the transposed training effects (N, G) minus their mean b over perturbations. A are the gene features (G, D),
-    B the transposed perturbation features (N, E), and I is the identity::
-
-        W = (A'A + 0.1 I)^-1 A' Y B' (B B' + 0.1 I)^-1,    prediction = A W B_wanted + b
-
-    Rows of `seen` and `wanted` are NaN for perturbations without features: in training they contribute only to b, and
-    their prediction is b. Returns float64, shape (Q, G).
-    """
-    center = deltas.mean(axis=0)
-    fitted = np.isfinite(seen).all(axis=1)
-    predicted = np.tile(center, (len(wanted), 1))
-    known = np.isfinite(wanted).all(axis=1)
-    if not fitted.any() or not known.any():
-        return predicted
-    y_gn, b_en = (deltas[fitted] - center).T, seen[fitted].T
-    of_genes = np.linalg.solve(genes.T @ genes + PENALTY * np.eye(genes.shape[1]), genes.T @ y_gn @ b_en.T)
-    weights = np.linalg.solve(b_en @ b_en.T + PENALTY * np.eye(len(b_en)), of_genes.T).T
-    predicted[known] += (genes @ weights @ wanted[known].T).T
-    return predicted
-
-
-def _additive(known: KnownEffects, targets: tuple[str, ...], context: str) -> np.ndarray:
-    """Return the sum of the effects of a combination's parts."""
-    singles = [i for i in known.within(context) if len(known.targets[i]) == 1]
-    typical = known.deltas[singles].mean(axis=0) if singles else known.mean(context)
-    return np.sum([known.of((target,), context, typical) for target in targets], axis=0)
-
-
-def _sums(targets: tuple[tuple[str, ...], ...], features: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return the summed target features of each perturbation, shape (., D); NaN if a target has no features."""
-    n_dims = len(next(iter(features.values()))) if features else 1
-    nothing = np.full(n_dims, np.nan)
-    return np.array([np.sum([features.get(target, nothing) for target in some], axis=0) for some in targets])
-
-
-def _context_scores(known: KnownEffects) -> dict[str, np.ndarray]:
-    """Return principal components of the context controls, including the contexts of the requested effects."""
-    names = sorted(known.controls)
-    means = np.array([known.controls[name] for name in names])
-    means = means[:, np.isfinite(means).all(axis=0)]
-    return dict(zip(names, _scores(means), strict=True))
-
-
-def linear_baseline(
-    known: KnownEffects,
-    wanted: WantedEffects,
-    gene_features: Mapping[str, np.ndarray],
-    context_features: Mapping[str, np.ndarray],
-    *,
-    genes: np.ndarray,
-) -> np.ndarray:
-    """Predict effects with :func:`linear_effects` from scores of `genes` and these features, shape (Q, G)."""
-    seen = _sums(known.targets, gene_features)
-    asked = _sums(wanted.targets, gene_features)
-    by_context = _sums(tuple((name,) for name in known.contexts), context_features)
-    own = _sums(tuple((name,) for name in wanted.contexts), context_features)
-    found = np.empty((len(wanted.targets), known.deltas.shape[1]))
-    for place, (targets, context) in enumerate(zip(wanted.targets, wanted.contexts, strict=True)):
-        rows, features, of_wanted = known.same(targets), by_context, own
-        if not len(rows):
-            rows, features, of_wanted = known.within(context), seen, asked
-        found[place] = linear_effects(known.deltas[rows], genes, features[rows], of_wanted[place : place + 1])[0]
-    return found
-
-
-def choose_scales(
-    fixed: np.ndarray, kernels: Sequence[np.ndarray], noise: np.ndarray, scores: np.ndarray, blocks: np.ndarray
-) -> tuple[list[float], float]:
-    """Return the scale of each kernel and the penalty with the smallest error on held-out blocks.
-
-    Up to two kernels are optimized jointly, and more kernels one after the other in two sweeps. Scales of 0 are tried
-    first and win ties, so uninformative sources receive the scale 0.
-
-    Parameters
-    ----------
-    fixed
-        Sum of the kernels with a fixed scale, shape (N, N).
-    kernels
-        Kernels whose scales are optimized, shape (N, N) each.
-    noise
-        Variance of each effect, in units of the penalty, shape (N,).
-    scores
-        The effects, shape (N, R).
-    blocks
-        Block of each effect, integers, shape (N,); the effects of a block are held out together.
-    """
-    if len(np.unique(blocks)) < 2:
-        # With a single effect, scales cannot be compared.
-        return [0.0] * len(kernels), 1.0
-    if len(blocks) > _MAX_COMPARED:
-        names, sizes = np.unique(blocks, return_counts=True)
-        order = np.random.default_rng(0).permutation(len(names))
-        n_blocks = max(2, int(np.searchsorted(np.cumsum(sizes[order]), _MAX_COMPARED)))
-        chosen = np.isin(blocks, names[order[:n_blocks]])
-        fixed, kernels = fixed[np.ix_(chosen, chosen)], [kernel[np.ix_(chosen, chosen)] for kernel in kernels]
-        noise, scores, blocks = noise[chosen], scores[chosen], blocks[chosen]
-    best, penalty, least = [0.0] * len(kernels), 1.0, np.inf
-    used = [number for number, kernel in enumerate(kernels) if kernel.any()]
-    for scales, tried in _candidates(best, used):
-        kernel = fixed + sum((scale * one for scale, one in zip(scales, kernels, strict=True) if scale), start=0.0)
-        error = _left_out(np.linalg.inv(kernel + tried * np.diag(noise)), noise, scores, blocks)
-        if error < least * (1 - 1e-9):
-            best[:], penalty, least = scales, tried, error
-    return best, penalty
-
-
-def _candidates(best: list[float], used: list[int]) -> Iterator[tuple[list[float], float]]:
-    """Yield scales and penalties to try; `best` are the best scales so far."""
-    groups = [used] if len(used) < 3 else [[], *([number] for number in used * _SWEEPS)]
-    for group in groups:
-        start = list(best)
-        for *values, penalty in product(*[_SCALES] * len(group), _PENALTIES):
-            scales = list(start)
-            for number, value in zip(group, values, strict=True):
-                scales[number] = value
-            yield scales, penalty
-
-
-def _left_out(inverse: np.ndarray, noise: np.ndarray, scores: np.ndarray, blocks: np.ndarray) -> float:
-    """Return the squared error of held-out blocks, divided by noise, without refitting.
-
-    For kernel ridge regression with ``A = (K + noise)^-1`` the residuals of a left-out block S are
-    ``A[S, S]^-1 (A Y)[S]``.
-    """
-    dual, names = inverse @ scores, np.unique(blocks)
-    if len(names) == len(blocks):
-        return float((np.square(dual / np.diagonal(inverse)[:, None]).sum(axis=1) / noise).sum())
-    error = 0.0
-    for block in names:
-        rows = np.flatnonzero(blocks == block)
-        residuals = np.linalg.solve(inverse[np.ix_(rows, rows)], dual[rows])
-        error += float((np.square(residuals).sum(axis=1) / noise[rows]).sum())
-    return error
-
-
-def kernel_effects(
-    deltas: np.ndarray,
-    noise: np.ndarray,
-    counts: Sequence[np.ndarray],
-    members: Sequence[np.ndarray],
-    sources: Mapping[str, tuple[np.ndarray, np.ndarray]],
-    blocks: np.ndarray,
-) -> tuple[np.ndarray, dict[str, list[float]]]:
-    """Predict effects by ridge regression on perturbation features from several sources.
-
-    The covariance of two effects is ``100 n n' + m m' + sum over bands of a f f'``. Here, n is the number of targets, m
-    contains the target indicators, and f is a band of source features (the components 1 to 10, 11 to 20 and 21 to 50),
-    scaled to a mean square length of 1. The scales a and the penalty minimize the error on held-out blocks. If no
-    source is informative, the prediction is the mean effect, shrunk according to the number of cells; for a
-    combination, it is the sum of its parts.
-
-    Parameters
-    ----------
-    deltas
-        Training effects, shape (N, G).
-    noise
-        Relative variance of each effect, e.g. the mean number of cells divided by its own number, shape (N,).
-    counts
-        Number of targets of each training effect, shape (N,), and of each requested effect, shape (Q,).
-    members
-        Indicators of the targets of each effect, 1 for its targets among all T targets, shapes (N, T) and (Q, T).
-    sources
-        A mapping from source name to features of the training effects and requested effects, shapes (N, D) and (Q, D),
-        with leading components first; NaN for perturbations without features.
-    blocks
-        Block of each effect, integers, shape (N,); the effects of a block are held out together.
-
-    Returns
-    -------
-    The effects, float64, shape (Q, G), and the band scales of each source.
-
-    Examples
-    --------
-    >>> rng = np.random.default_rng(0)
-    >>> features = rng.normal(size=(60, 3))
-    >>> effects = features @ rng.normal(size=(3, 20)) + 1.0
-    >>> own, sources = (np.eye(50), np.zeros((10, 50))), {"told": (features[:50], features[50:])}
-    >>> counts = np.ones(50), np.ones(10)
-    >>> made, scales = kernel_effects(effects[:50], counts[0], counts, own, sources, np.arange(50))
-    >>> scales["told"][0] > 0
-    True
-    """
-    bands = [
-        tuple(np.nan_to_num(side[:, band]) for side in pair)
-        for pair in sources.values()
-        for band in bands_of(pair[0].shape[1])
-    ]
-    # Errors are the same in the principal components of the effects, which are fewer than genes.
-    left, values, right = np.linalg.svd(deltas, full_matrices=False)
-    dual, scales = fit_kernels(left * values, noise, counts[0], members[0], [seen for seen, _ in bands], blocks)
-    between = BASE * np.outer(counts[1], counts[0]) + members[1] @ members[0].T
-    for scale, (seen, wanted) in zip(scales, bands, strict=True):
-        between = between + scale * wanted @ seen.T / size_of(seen)
-    left_over = iter(scales)
-    found = {name: [next(left_over) for _ in bands_of(seen.shape[1])] for name, (seen, _) in sources.items()}
-    return between @ dual @ right, found
-
-
-def size_of(features: np.ndarray) -> float:
-    """Return the mean squared length of features, shape (N, D)."""
-    return max(float(np.square(features).sum(axis=1).mean()), 1e-300)
-
-
-def fit_kernels(
-    scores: np.ndarray,
-    noise: np.ndarray,
-    counts: np.ndarray,
-    members: np.ndarray,
-    bands: Sequence[np.ndarray],
-    blocks: np.ndarray,
-) -> tuple[np.ndarray, list[float]]:
-    """Fit the model of :func:`kernel_effects` in a basis; return dual weights, shape (N, R), and band scales."""
-    fixed = BASE * np.outer(counts, counts) + members @ members.T
-    kernels = [band @ band.T / size_of(band) for band in bands]
-    scales, penalty = choose_scales(fixed, kernels, noise, scores, blocks)
-    whole = fixed + sum((scale * one for scale, one in zip(scales, kernels, strict=True) if scale), start=0.0)
-    return np.linalg.solve(whole + penalty * np.diag(noise), scores), scales
-
-
-def _by_kernels(known: KnownEffects, wanted: WantedEffects, of_genes: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Predict effects with context kernels for perturbations seen in other contexts, and gene kernels otherwise."""
-    found = np.empty((len(wanted.targets), known.deltas.shape[1]))
-    groups: dict[tuple[bool, tuple[int, ...]], list[int]] = {}
-    for place, (targets, context) in enumerate(zip(wanted.targets, wanted.contexts, strict=True)):
-        same = known.same(targets)
-        rows = same if len(same) else known.within(context)
-        groups.setdefault((len(same) > 0, tuple(rows.tolist())), []).append(place)
-    tables = {"pca": of_genes, "embedding": wanted.gene_features, **wanted.tables}
-    of_contexts = {"pca": _context_scores(known), "embedding": wanted.context_features}
-    for (elsewhere, some), places in groups.items():
-        rows = np.array(some, dtype=np.int64)
-        seen, own = [known.targets[i] for i in rows], [wanted.targets[i] for i in places]
-        names = sorted({target for targets in seen for target in targets})
-        if elsewhere:
-            seen, own = [(known.contexts[i],) for i in rows], [(wanted.contexts[i],) for i in places]
-            names = []
-        shares = [np.array([[name in some for name in names] for some in part], float) for part in (seen, own)]
-        shares = [one.reshape(len(part), len(names)) for one, part in zip(shares, (seen, own), strict=True)]
-        counts = [np.array([len(some) for some in part], float) for part in (seen, own)]
-        blocks = np.unique([" ".join(some) for some in seen], return_inverse=True)[1]
-        n_cells = np.ones(len(rows)) if known.n_cells is None else np.maximum(known.n_cells[rows], 1)
-        sources = {
-            name: (_sums(tuple(seen), table), _sums(tuple(own), table))
-            for name, table in (of_contexts if elsewhere else tables).items()
-            if table
-        }
-        noise = n_cells.mean() / n_cells
-        found[places], _ = kernel_effects(known.deltas[rows], noise, counts, shares, sources, blocks)
-    return found
-
-
-def _nearest(
-    known: KnownEffects, features: Mapping[str, np.ndarray], targets: tuple[str, ...], context: str
-) -> np.ndarray:
-    """Return the effect of the nearest training perturbation, or of the same one in the most similar context."""
-    if len(same := known.same(targets)):
-        # Over the genes that both measured.
-        away = [np.nansum((known.controls[known.contexts[i]] - known.controls[context]) ** 2) for i in same]
-        return known.deltas[same[int(np.argmin(away))]]
-    seen, own = _sums(known.targets, features), _sums((targets,), features)[0]
-    rows = known.within(context)
-    rows = rows[np.isfinite(seen[rows]).all(axis=1)]
-    if not len(rows) or not np.isfinite(own).all():
-        return known.mean(context)
-    lengths = np.linalg.norm(seen[rows], axis=1) * np.linalg.norm(own)
-    similar = np.divide(seen[rows] @ own, lengths, out=np.zeros(len(rows)), where=lengths > 0)
-    return known.deltas[rows[int(np.argmax(similar))]]
 
 
 class CellSpace:
@@ -649,29 +199,6 @@ class Reference:
         return technical_duplicate(cells.expression, *asked, seed=self.seed, more=more)
 
 
-def known_effects(train: PerturbedCells, contexts: set[str]) -> KnownEffects:
-    """Measure the effects in training cells, as a basis for predicting effects in `contexts`."""
-    groups = train.moments()
-    effects = train.measured(groups, argument="train")
-    plain = {
-        name: groups.mean[len(train.effects) + i]
-        for i, name in enumerate(train.contexts)
-        if groups.n[len(train.effects) + i]
-    }
-    if without := sorted(contexts - {*plain}):
-        raise DataError(
-            f"train has no control cells in the contexts {listing(without)}; move control cells of these contexts to "
-            "train."
-        )
-    return KnownEffects(
-        tuple(effect.targets for effect in train.effects),
-        tuple(effect.context for effect in train.effects),
-        effects.deltas,
-        plain,
-        effects.n_cells,
-    )
-
-
 def _some(rows: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
     return rows if len(rows) <= most else np.sort(rng.permutation(rows)[:most])
 
@@ -695,9 +222,9 @@ class PerturbationPrediction(Benchmark):
 
     The metrics are averaged over effects:
 
-    - the metrics of :func:`~scforge.eval.perturbation_metrics.score_deltas`; changed genes are determined by Welch's
+    - the metrics of :func:`~scforge.perturbation.metrics.score_deltas`; changed genes are determined by Welch's
       t-test at a false discovery rate of 5%,
-    - ``discrimination_l1``, ``_l2`` and ``_cosine`` (:func:`~scforge.eval.perturbation_metrics.discrimination_scores`,
+    - ``discrimination_l1``, ``_l2`` and ``_cosine`` (:func:`~scforge.perturbation.metrics.discrimination_scores`,
       over all scored effects of the context, without the perturbed genes),
     - ``energy_distance`` between predicted and measured cells on principal components of the training cells (unbiased).
       Predicted effects without cells are added to the controls. Groups with one cell are left out,
@@ -774,7 +301,7 @@ class PerturbationPrediction(Benchmark):
         if n_top_genes is not None:
             check_count("n_top_genes", n_top_genes, "genes", least=2)
         check_count("max_cells", max_cells, "cells", least=2)
-        self.keys = EffectKeys(perturbation_key, control, context_key, separator, layer)
+        self.keys = PerturbationKeys(perturbation_key, control, separator, context_key, layer)
         self.n_top_genes = n_top_genes
         self.n_comps = n_comps
         self.max_cells = max_cells
@@ -845,7 +372,7 @@ class PerturbationPrediction(Benchmark):
                 return table
         described = pd.DataFrame(
             {
-                "perturbation": [self.keys.name_of(effect.targets) for effect in known.cells.effects],
+                "perturbation": [self.keys.label(effect.targets) for effect in known.cells.effects],
                 "context": known.contexts,
                 "n_cells": known.effects.n_cells,
                 "n_controls": known.effects.n_controls,
@@ -859,7 +386,7 @@ class PerturbationPrediction(Benchmark):
     def deltas(self, made: AnnData | pd.DataFrame, reference: AnnData) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Return predicted and measured effects, one row per effect and one column per gene, e.g. for a plot."""
         known = self._reference(reference)
-        names = [(self.keys.name_of(effect.targets), effect.context) for effect in known.cells.effects]
+        names = [(self.keys.label(effect.targets), effect.context) for effect in known.cells.effects]
         index = pd.MultiIndex.from_tuples(names, names=["perturbation", "context"])
         both = (self._predicted(made, known)[0], known.effects.deltas)
         one, other = (pd.DataFrame(values, index=index, columns=known.cells.genes) for values in both)
@@ -893,7 +420,7 @@ class PerturbationPrediction(Benchmark):
         """Return predicted effects in the order of the measured effects, shape (Q, G), and predicted cells, if any."""
         cells = None
         if isinstance(made, pd.DataFrame):
-            number = {effect: row for row, effect in enumerate(self.keys.effects_of(made))}
+            number = {effect: row for row, effect in enumerate(self.keys.effects(made))}
         else:
             cells = PerturbedCells.read(made, self.keys, argument="predictions", made=True)
             cells = cells.over(known.cells.genes, argument="predictions")
@@ -945,7 +472,7 @@ def evaluate_perturbations(
 ) -> Report:
     """Compare predicted effects with all baselines and a technical duplicate on the same held-out cells.
 
-    Baselines (:func:`~scforge.eval.perturbation.baseline_effects`) use `train` only. The function first checks for
+    Baselines (:func:`~scforge.perturbation.baselines.baseline_effects`) use `train` only. The function first checks for
     leakage: cells and effects that are also in `train`, predictions that copy held-out cells, and features that were
     computed from held-out cells.
 
@@ -997,7 +524,7 @@ def evaluate_perturbations(
     >>> report.to_table()["pearson_delta"].loc[["prediction", "train_mean"]].idxmax()
     'prediction'
     """
-    keys = EffectKeys(perturbation_key, control, context_key, separator, layer)
+    keys = PerturbationKeys(perturbation_key, control, separator, context_key, layer)
     if isinstance(predictions, anndata.AnnData | pd.DataFrame):
         predictions = {"prediction": predictions}
     named = {name: _effects_of_task(one, keys) for name, one in predictions.items()}
@@ -1012,7 +539,7 @@ def evaluate_perturbations(
     check_disjoint(trained.names, held_out.names, what="cells")
     check_disjoint(keys.titles(trained.effects), keys.titles(held_out.effects), what="effects")
     for name, frame in features.items():
-        check_features(frame, real, keys.parts, f"gene_features[{name!r}]")
+        check_features(frame, real, keys, f"gene_features[{name!r}]")
     check_complete(train, "train", real, layer=layer, layer_of_whole=layer)
     genes, notes = _common_genes(held_out.genes, trained.genes, named)
     held_out, trained = held_out.over(genes, argument="real"), trained.over(genes, argument="train")
@@ -1026,7 +553,7 @@ def evaluate_perturbations(
     made: dict[str, PerturbedCells | pd.DataFrame] = {}
     for name, one in named.items():
         if isinstance(one, pd.DataFrame):
-            effects = keys.effects_of(one)
+            effects = keys.effects(one)
             made[name] = one[genes]
         else:
             cells = _checked_cells(one, f"predictions[{name!r}]", genes, keys, held_out, real)
@@ -1083,49 +610,12 @@ def evaluate_perturbations(
     return report
 
 
-def perturbation_baselines(
-    train: PerturbedCells, effects: Sequence[Effect], keys: EffectKeys, features: Mapping[str, pd.DataFrame]
-) -> dict[str, pd.DataFrame]:
-    """Return the predictions of all baselines, including a linear model for each entry of target `features`.
-
-    The format is the same as in :class:`PerturbationPrediction`.
-    """
-    known = known_effects(train, {effect.context for effect in effects})
-    targets = tuple(effect.targets for effect in effects)
-    number = {str(gene): column for column, gene in enumerate(train.genes)}
-    genes = {name: number[name] for some in targets + known.targets for name in some if name in number}
-    wanted = WantedEffects(targets, tuple(effect.context for effect in effects), genes)
-    reduced = {name: _reduced(frame) for name, frame in features.items()}
-    tables = {name: _components(frame, BANDS[-1]) for name, frame in features.items()}
-    found = baseline_effects(known, replace(wanted, tables=tables))
-    del found["linear_embedding"]
-    for name, table in reduced.items():
-        found[f"linear_{name}"] = linear_baseline(known, wanted, table, {}, genes=gene_scores(known))
-    return {name: pd.DataFrame(deltas, keys.index(effects), train.genes) for name, deltas in found.items()}
-
-
-def _components(features: pd.DataFrame, n_comps: int) -> dict[str, np.ndarray]:
-    """Return the leading components of features."""
-    values = features.to_numpy(dtype=np.float64)
-    if not np.isfinite(values).all() or not features.index.is_unique:
-        raise DataError("gene_features has non-finite values or duplicate targets; pass one row of numbers per target.")
-    return dict(zip(features.index.astype(str), _scores(values, n_comps), strict=True))
-
-
-def _reduced(features: pd.DataFrame) -> dict[str, np.ndarray]:
-    """Return the leading components of features with unit variance, which the penalty of the linear model assumes."""
-    found = _components(features, N_COMPONENTS)
-    spread = np.std(list(found.values()), axis=0)
-    kept = spread > 1e-9 * max(spread.max(initial=0), 1e-300)
-    return {name: np.divide(scores, spread, out=np.zeros_like(scores), where=kept) for name, scores in found.items()}
-
-
-def _effects_of_task(one: AnnData | pd.DataFrame, keys: EffectKeys) -> AnnData | pd.DataFrame:
+def _effects_of_task(one: AnnData | pd.DataFrame, keys: PerturbationKeys) -> AnnData | pd.DataFrame:
     """Return the effects if the input is a prediction of the perturbation task, otherwise the input."""
     if isinstance(one, pd.DataFrame) or "predicted" not in one.uns.get(UNS_KEY, {}) or "delta" not in one.layers:
         return one
     labels = [one.obs["perturbation"].astype(str)]
-    if keys.context_key is not None:
+    if keys.context is not None:
         labels.append(one.obs["context"].astype(str))
     index = pd.Index(labels[0]) if len(labels) == 1 else pd.MultiIndex.from_arrays(labels)
     return pd.DataFrame(np.asarray(one.layers["delta"], dtype=np.float64), index=index, columns=one.var_names)
@@ -1153,7 +643,7 @@ def _common_genes(real: pd.Index, train: pd.Index, named: Mapping[str, Any]) -> 
 
 
 def _checked_cells(
-    one: AnnData, what: str, genes: pd.Index, keys: EffectKeys, held_out: PerturbedCells, real: AnnData
+    one: AnnData, what: str, genes: pd.Index, keys: PerturbationKeys, held_out: PerturbedCells, real: AnnData
 ) -> PerturbedCells:
     """Return predicted cells over the scored genes, after checking their scale and checking for copies."""
     layer = keys.layer if keys.layer in one.layers else None

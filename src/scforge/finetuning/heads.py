@@ -17,11 +17,10 @@ from scforge.data.cells import CellSource
 from scforge.errors import OptionError
 from scforge.finetuning.mapping import FineTunedModule
 from scforge.models._utils import evaluating
+from scforge.models.components.heads import Standardize
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective
 from scforge.training.predict import embed
-
-_SMALLEST = 1e-6
 
 _LOG_RANGE = (float(np.log(1e-2)), float(np.log(1e2)))
 
@@ -36,36 +35,6 @@ def check_head(head: Any) -> dict[str, Any]:
     check_count("head['hidden_dim']", head.get("hidden_dim", 0), "dimensions", least=0)
     check_share("head['dropout']", head.get("dropout", 0))
     return dict(head)
-
-
-class Standardize(nn.Module):
-    """Subtract a mean and divide by a scale, both set once, so that a head does not depend on units.
-
-    Parameters
-    ----------
-    n_in
-        Number of dimensions D.
-    """
-
-    mean: torch.Tensor
-    scale: torch.Tensor
-
-    def __init__(self, n_in: int) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(n_in))
-        self.register_buffer("scale", torch.ones(n_in))
-
-    @torch.no_grad()
-    def set_from(self, embeddings: np.ndarray) -> None:
-        """Set mean and scale from embeddings, shape (N, D); a constant dimension keeps the scale 1."""
-        mean, scale = embeddings.mean(axis=0, dtype=np.float64), embeddings.std(axis=0, dtype=np.float64)
-        scale = np.where(scale > _SMALLEST, scale, 1.0)
-        self.mean.copy_(torch.from_numpy(mean))
-        self.scale.copy_(torch.from_numpy(scale))
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Return standardized values, shape (B, D)."""
-        return (values - self.mean) / self.scale
 
 
 class PredictionHead(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,22 @@ from torch import nn
 from scforge._checks import check_choice, check_count, check_known
 from scforge._constants import PAD_ID, UNS_KEY
 from scforge.data.cells import CellBlock, Cells, CellSource, choose_rows
-from scforge.data.perturbation import label_parts
+from scforge.data.expression import log_expression
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, OptionError, listing
-from scforge.eval.expression import Effects, effects_of, log_expression, moments
-from scforge.eval.perturbation import N_COMPONENTS, KnownEffects, WantedEffects, baseline_effects, gene_scores
-from scforge.eval.perturbation_metrics import (
+from scforge.errors import DataError, OptionError, listing, suggest
+from scforge.finetuning.base import Batch, Column, Evaluated, EvaluationContext, Loss, Predictor, Task, register_task
+from scforge.finetuning.heads import check_head
+from scforge.finetuning.labels import check_names
+from scforge.finetuning.mapping import FineTunedModule
+from scforge.finetuning.splits import Split
+from scforge.models._utils import evaluating
+from scforge.perturbation.baselines import baseline_effects, gene_scores
+from scforge.perturbation.effects import Conditions, KnownEffects, WantedEffects, control_means, measured_effects
+from scforge.perturbation.kernels import N_COMPONENTS
+from scforge.perturbation.keys import Effect, PerturbationKeys
+from scforge.perturbation.metrics import (
     METRICS,
+    TECHNICAL_DUPLICATE,
     calibrated,
     comparable,
     de_genes,
@@ -31,29 +40,18 @@ from scforge.eval.perturbation_metrics import (
     technical_duplicate,
     warn_of_few,
 )
-from scforge.finetuning.base import Batch, Column, Evaluated, EvaluationContext, Loss, Predictor, Task, register_task
-from scforge.finetuning.heads import check_head
-from scforge.finetuning.labels import check_names
-from scforge.finetuning.mapping import FineTunedModule
-from scforge.finetuning.splits import Split
-from scforge.finetuning.tasks._perturbation_model import (
+from scforge.perturbation.model import (
     MAX_FEATURES,
-    UNLABELED,
-    BoundEffects,
-    Conditions,
-    Observed,
-    Pair,
     PerturbationHead,
+    TrainingEffects,
     blocks_of,
     fit_linear,
     fit_spread,
     gene_features,
     gene_vectors,
-    hold_out,
     network_weight,
     shifted_cells,
 )
-from scforge.models._utils import evaluating
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.gene_embedding import match_vectors, read_table
 from scforge.training.objectives.base import TrainingDefaults
@@ -70,84 +68,7 @@ _PROBED_CELLS = 256
 _N_CELLS = 200
 """Default number of cells to predict per effect."""
 
-
-def rows_by_context(conditions: Conditions, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Return a mapping from context to rows, without contexts that have no rows."""
-    found = {name: rows[conditions.context[rows] == code] for code, name in enumerate(conditions.contexts)}
-    return {name: some for name, some in found.items() if len(some)}
-
-
-def control_means(cells: Cells, controls: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the mean log1p CP10K of the controls of each context, float64, shape (G,)."""
-    names = sorted(controls)
-    rows = np.concatenate([controls[name] for name in names])
-    codes = np.repeat(np.arange(len(names)), [len(controls[name]) for name in names])
-    order = np.argsort(rows)
-    return dict(zip(names, moments(cells, rows[order], codes[order], len(names)).mean, strict=True))
-
-
-def measured_effects(
-    conditions: Conditions, cells: Cells, scored: np.ndarray, pairs: Sequence[Pair], tested: Mapping[str, np.ndarray]
-) -> tuple[Effects, np.ndarray, np.ndarray, np.ndarray]:
-    """Measure the effects of `pairs` in the cells `scored`, relative to the controls `tested` of their context.
-
-    Returns
-    -------
-    The effects, the rows of the cells used for them, the group of each of these cells (groups of controls follow the
-    groups of the effects), and the group of the controls for each effect.
-    """
-    places = sorted({pair.context for pair in pairs})
-    number = {pair: place for place, pair in enumerate(pairs)}
-    of_cells = [
-        number.get(Pair(conditions.targets[p], conditions.contexts[c]), -1)
-        for p, c in zip(conditions.perturbation[scored], conditions.context[scored], strict=True)
-    ]
-    rows = np.concatenate([scored, *(tested[place] for place in places)])
-    groups = np.concatenate(
-        [of_cells, *(np.full(len(tested[place]), len(pairs) + i) for i, place in enumerate(places))]
-    ).astype(np.int64)
-    order = np.argsort(rows)
-    order = order[groups[order] >= 0]
-    rows, groups = rows[order], groups[order]
-    controls = np.array([len(pairs) + places.index(pair.context) for pair in pairs])
-    found = moments(cells, rows, groups, len(pairs) + len(places))
-    return effects_of(found, np.arange(len(pairs)), controls), rows, groups, controls
-
-
-def _divide_controls(
-    conditions: Conditions, context: EvaluationContext, needed: set[str]
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return, for each needed context, the controls used as inputs and those that effects are measured against."""
-    controls = np.flatnonzero(conditions.controls)
-    tested = rows_by_context(conditions, np.intersect1d(controls, context.rows))
-    inputs = rows_by_context(conditions, np.setdiff1d(controls, context.rows))
-    rng = np.random.default_rng(context.seed)
-    few = [name for name in sorted(needed) if len(tested.get(name, ())) < (1 if name in inputs else 2)]
-    if few:
-        raise DataError(f"the contexts {listing(few)} have too few controls among the scored cells; add control cells.")
-    for name in sorted(needed - {*inputs}):
-        shuffled = rng.permutation(tested[name])
-        inputs[name] = np.sort(shuffled[: len(shuffled) // 2])
-        tested[name] = np.sort(shuffled[len(shuffled) // 2 :])
-    inputs = {name: choose_rows(len(conditions.perturbation), MAX_INPUTS, rows=rows) for name, rows in inputs.items()}
-    return inputs, tested
-
-
-def _measured(predictor: Predictor) -> np.ndarray:
-    """Return which genes were measured in the cells, bool, shape (G,)."""
-    cells = predictor.cells
-    assert cells.vocab is not None
-    return np.ones(cells.vocab.n_genes, dtype=bool) if cells.measured is None else cells.measured
-
-
-def _context_features(context: EvaluationContext, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return components of the mean control embedding of each context, from the model before fine-tuning."""
-    predictor = context.predictor if context.base is None else context.base
-    means = np.array([predictor.embedding(rows).mean(axis=0) for rows in inputs.values()], dtype=np.float64)
-    left, values, _ = np.linalg.svd(means - means.mean(axis=0), full_matrices=False)
-    scores = (left * values)[:, :N_COMPONENTS]
-    scale = max(float(scores.std()), 1e-12)
-    return dict(zip(inputs, scores / scale, strict=True))
+_TEST_CONTROLS = 1 / 3
 
 
 @register_task("perturbation")
@@ -173,7 +94,7 @@ class Perturbation(Task):
     Parameters
     ----------
     perturbation_key
-        Column of ``obs`` with the perturbation of each cell, see ``scforge.data.perturbation.parse_perturbations``.
+        Column of ``obs`` with the perturbation of each cell, see ``scforge.perturbation.parse_perturbations``.
     control
         The label of control cells, e.g. ``"control"`` or ``"non-targeting"``.
     separator
@@ -187,7 +108,7 @@ class Perturbation(Task):
         Contexts to test on instead of perturbations. If None, samples contexts if ``split_by=context_key``.
     delta_loss
         ``"mse"``, or ``"wmse"``: squared errors weighted by the differential expression of each gene under the
-        perturbation, see :func:`scforge.eval.perturbation_metrics.de_weights`.
+        perturbation, see :func:`scforge.perturbation.metrics.de_weights`.
     rank
         Number of principal components of the training effects in which effects are predicted.
     head
@@ -233,18 +154,19 @@ class Perturbation(Task):
         self.head = check_head(head)
         self.gene_tables = None if gene_tables is None else {str(k): str(path) for k, path in gene_tables.items()}
         self.perturbations = None if perturbations is None else {k: list(v) for k, v in perturbations.items()}
-        self._bound: BoundEffects
+        self._keys = PerturbationKeys(perturbation_key, control, separator, context_key)
+        self._bound: TrainingEffects
         self._genes: GeneVocab
 
     # --- cells
 
     def conditions(self, column: Column) -> Conditions:
         """Read the perturbation and context of each cell."""
-        return Conditions.read(column, self.perturbation_key, self.control, self.separator, self.context_key)
+        return Conditions.from_columns(column, self._keys)
 
     def usable(self, column: Column) -> np.ndarray:
         """Return which cells have a context, and are perturbed cells or controls."""
-        return self.conditions(column).perturbation != UNLABELED
+        return self.conditions(column).groups >= 0
 
     def split(
         self, column: Column, *, validation_size: float, test_size: float, split_by: str | None, seed: int
@@ -262,10 +184,11 @@ class Perturbation(Task):
             )
         named = self.heldout_contexts
         if not by_context and self.heldout is not None:
-            named = [self.name_of(targets) for targets in self._targets_of("heldout", self.heldout)]
+            named = [self._keys.label(targets) for targets in self._targets_of("heldout", self.heldout)]
         vocab = self.vocab
         return hold_out(
             self.conditions(column),
+            self._keys,
             by_context=by_context,
             named=named,
             known=None if vocab is None else (lambda target: bool(vocab.gene_indices([target])[0] >= 0)),
@@ -274,22 +197,13 @@ class Perturbation(Task):
             seed=seed,
         )
 
-    def parts(self, name: str) -> tuple[str, ...]:
-        """Return the targets in the name of a perturbation."""
-        found = label_parts(name, self.control, self.separator)
-        return tuple(sorted({part for part in found if part and part != self.control}))
-
     def _targets_of(self, argument: str, names: Sequence[str]) -> list[tuple[str, ...]]:
         """Return the targets of the given perturbations."""
-        targets = [self.parts(name) for name in names]
+        targets = [self._keys.targets(name) for name in names]
         if () in targets:
             name = names[targets.index(())]
             raise OptionError(f"{argument} contains {name!r}, which is the control; remove it from {argument}.")
         return targets
-
-    def name_of(self, targets: Sequence[str]) -> str:
-        """Return the name of a perturbation."""
-        return (self.separator or "+").join(targets)
 
     def options_from(self, column: Column) -> dict[str, Any]:
         """Return the perturbations of the training cells.
@@ -299,23 +213,21 @@ class Perturbation(Task):
         DataError
             If there are no perturbations.
         """
-        conditions = self.conditions(column)
-        found: dict[str, list[str]] = {}
-        for targets, place in conditions.pairs(np.arange(len(conditions.perturbation))):
-            found.setdefault(self.name_of(targets), []).append(place)
-        if not found:
+        perturbations: dict[str, list[str]] = {}
+        for targets, context in self.conditions(column).effects:
+            perturbations.setdefault(self._keys.label(targets), []).append(context)
+        if not perturbations:
             raise DataError(f"all training cells are controls (control={self.control!r}); change the split.")
-        return {"perturbations": found}
+        return {"perturbations": perturbations}
 
     @property
     def seen_targets(self) -> list[str]:
         """Targets in the training set, sorted."""
-        names = self.perturbations or {}
-        return sorted({target for name in names for target in self.parts(name)})
+        return sorted({target for name in self.perturbations or {} for target in self._keys.targets(name)})
 
     def is_seen(self, targets: tuple[str, ...], context: str) -> bool:
         """Return whether a perturbation in a context is in the training set."""
-        return context in (self.perturbations or {}).get(self.name_of(targets), ())
+        return context in (self.perturbations or {}).get(self._keys.label(targets), ())
 
     def encode_targets(self, wanted: Sequence[tuple[str, ...]], vocab: GeneVocab) -> dict[str, torch.Tensor]:
         """Return the head inputs for perturbations: tokens and numbers of their targets, int64, shape (B, T).
@@ -359,16 +271,11 @@ class Perturbation(Task):
     def _features(self, vectors: torch.Tensor) -> torch.Tensor:
         """Return gene features from all sources, float32, shape (V, F)."""
         bound, vocab = self._bound, self._genes
-        pairs = bound.groups[bound.trained]
-        effects = KnownEffects(
-            targets=tuple(bound.conditions.targets[perturbation] for perturbation in pairs[:, 0]),
-            contexts=tuple(bound.conditions.contexts[context] for context in pairs[:, 1]),
-            deltas=bound.deltas[bound.trained].astype(np.float64),
-            controls=dict(zip(bound.conditions.contexts, bound.controls, strict=True)),
-        )
+        effects = [bound.conditions.effects[i] for i in np.flatnonzero(bound.trained)]
+        controls = dict(zip(bound.conditions.contexts, bound.controls, strict=True))
+        components = gene_scores(KnownEffects(effects, bound.deltas[bound.trained].astype(np.float64), controls))
         scores = torch.zeros(len(vectors), N_COMPONENTS)
-        found = torch.from_numpy(gene_scores(effects)).float()
-        scores[vocab.n_special :, : found.shape[1]] = found
+        scores[vocab.n_special :, : components.shape[1]] = torch.from_numpy(components)
         parts = [gene_features(vectors, vocab.n_special, min(MAX_FEATURES, vectors.shape[1])).cpu(), scores]
         for table in (self.gene_tables or {}).values():
             matched = torch.from_numpy(match_vectors(*read_table(table), vocab))
@@ -383,11 +290,10 @@ class Perturbation(Task):
         assert cells.vocab is not None
         self._genes = cells.vocab
         conditions = self.conditions(cells.column)
-        self._bound = BoundEffects(cells, conditions, train_rows, weighted=self.delta_loss == "wmse")
-        targets = [conditions.targets[perturbation] for perturbation in self._bound.groups[:, 0]]
-        self._encoded = self.encode_targets(targets, cells.vocab)
+        self._bound = TrainingEffects(cells, conditions, self._keys, train_rows, weighted=self.delta_loss == "wmse")
+        self._encoded = self.encode_targets([effect.targets for effect in conditions.effects], cells.vocab)
         features = (self._bound.controls - self._bound.center) @ self._bound.axes.T
-        self._contexts = torch.from_numpy(features[self._bound.groups[:, 1]]).float()
+        self._contexts = torch.from_numpy(features[conditions.controls - len(conditions.effects)]).float()
 
     def initialize(self, module: FineTunedModule, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Fit the linear part of the head, and standardize embeddings."""
@@ -395,7 +301,7 @@ class Perturbation(Task):
         head: PerturbationHead = module.head
         vectors = gene_vectors(module.encoder)
         head.features.copy_(self._features(vectors))
-        chosen = np.concatenate([rows[:_PROBED_CELLS] for rows in bound.inputs])
+        chosen = np.concatenate([rows[:_PROBED_CELLS] for rows in bound.inputs.values()])
         head.standardize.set_from(embed(module, bound.pool, tokenizer, objective=self, rows=chosen))
         head.context_center[n_special:] = torch.from_numpy(bound.center)
         head.context_axes[:, n_special:] = torch.from_numpy(bound.axes)
@@ -406,20 +312,20 @@ class Perturbation(Task):
         members[rows, numbers[rows, places] - 1] = 1.0
         deltas = np.zeros((len(trained), head.basis.shape[1]))
         deltas[:, n_special:] = bound.deltas[trained]
-        observed = Observed(
-            deltas=deltas,
-            n_cells=bound.n_cells[trained],
-            members=members,
+        n_cells = bound.n_cells[trained]
+        buffers = fit_linear(
+            deltas,
+            n_cells,
+            members,
             features=head.features.cpu()[self._encoded["perturbed_tokens"][trained]].sum(dim=1).double().numpy(),
             sources=self._sources(vectors.shape[1]),
             contexts=self._contexts[trained].double().numpy(),
-            blocks=blocks_of(bound.groups, bound.trained, by_context=self.heldout_contexts is not None),
+            blocks=blocks_of(bound.conditions.effects, bound.trained, by_context=self.heldout_contexts is not None),
+            rank=self.rank,
         )
-        found = fit_linear(observed, self.rank)
-        basis = found["basis"][:, n_special:]
-        gains = bound.variance_gains(basis)[trained]
-        found["spread"] = fit_spread(bound.deltas[trained] @ basis.T, gains, observed.n_cells)
-        for name, values in found.items():
+        basis = buffers["basis"][:, n_special:]
+        buffers["spread"] = fit_spread(bound.deltas[trained] @ basis.T, bound.variance_gains(basis)[trained], n_cells)
+        for name, values in buffers.items():
             head.get_buffer(name).copy_(torch.from_numpy(values))
 
     # --- training
@@ -463,16 +369,12 @@ class Perturbation(Task):
 
     def calibrate(self, predictor: Predictor, rows: np.ndarray) -> None:
         """Choose the network weight on the perturbations of validation cells."""
-        bound = self._bound
+        bound, conditions = self._bound, self._bound.conditions
         groups = np.unique(bound.group[rows])
         groups = groups[groups >= 0]
-        names = bound.conditions
-        pairs = [Pair(names.targets[perturbation], names.contexts[context]) for perturbation, context in bound.groups]
-        inputs = dict(zip(names.contexts, bound.inputs, strict=True))
         pool = replace(predictor, cells=bound.pool)
-        means = dict(zip(names.contexts, bound.controls, strict=True))
-        linear, network = self._parts(pool, [pairs[group] for group in groups], inputs, means)
-        basis = predictor.module.head.basis[:, self._genes.n_special :].double().cpu().numpy()
+        means = dict(zip(conditions.contexts, bound.controls, strict=True))
+        linear, network, basis = self._parts(pool, [conditions.effects[i] for i in groups], bound.inputs, means)
         weight = network_weight(linear @ basis, network @ basis, bound.deltas[groups], bound.n_cells[groups])
         predictor.module.head.weight.fill_(weight)
         logger.info(f"Weight of the network, estimated from {len(groups)} validation effects: {weight:.2f}.")
@@ -481,40 +383,30 @@ class Perturbation(Task):
     def _parts(
         self,
         predictor: Predictor,
-        pairs: Sequence[Pair],
+        effects: Sequence[Effect],
         inputs: Mapping[str, np.ndarray],
         means: Mapping[str, np.ndarray],
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return linear and network parts of effects in the basis, averaged over inputs, float64, shape (Q, R) each."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return linear and network parts of effects in the basis, averaged over inputs, and the basis.
+
+        Arrays are float64, of shape (Q, R), (Q, R) and (R, G).
+        """
         vocab = predictor.cells.vocab
         assert vocab is not None
-        encoded = self.encode_targets([pair.targets for pair in pairs], vocab)
+        encoded = self.encode_targets([effect.targets for effect in effects], vocab)
         head: PerturbationHead = predictor.module.head
         device = head.basis.device
-        linear, network = np.empty((2, len(pairs), len(head.basis)))
+        linear, network = np.empty((2, len(effects), len(head.basis)))
         with evaluating(head):
-            for place in sorted({pair.context for pair in pairs}):
-                z_bd = torch.from_numpy(predictor.embedding(inputs[place])).to(device)
-                features = head.context_features(means[place][None])
-                for row in (i for i, pair in enumerate(pairs) if pair.context == place):
+            for context in sorted({effect.context for effect in effects}):
+                z_bd = torch.from_numpy(predictor.embedding(inputs[context])).to(device)
+                features = head.context_features(means[context][None])
+                for row in (i for i, effect in enumerate(effects) if effect.context == context):
                     parts = (*(value[row : row + 1] for value in encoded.values()), features)
                     c_br = head.linear(*(part.to(device) for part in parts))
                     linear[row] = c_br[0].cpu().numpy()
                     network[row] = head.network(z_bd, c_br.expand(len(z_bd), -1)).mean(dim=0).cpu().numpy()
-        return linear, network
-
-    def _coefficients(
-        self,
-        predictor: Predictor,
-        pairs: Sequence[Pair],
-        inputs: Mapping[str, np.ndarray],
-        means: Mapping[str, np.ndarray],
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return predicted effects in the basis, float64, shape (Q, R), and the basis, shape (R, G)."""
-        linear, network = self._parts(predictor, pairs, inputs, means)
-        head: PerturbationHead = predictor.module.head
-        n_special = len(head.context_center) - len(next(iter(means.values())))
-        return linear + float(head.weight) * network, head.basis[:, n_special:].double().cpu().numpy()
+        return linear, network, head.basis[:, vocab.n_special :].double().cpu().numpy()
 
     def _wanted(
         self,
@@ -522,26 +414,26 @@ class Perturbation(Task):
         controls: Mapping[str, np.ndarray],
         perturbations: Sequence[str] | None,
         contexts: Sequence[str] | None,
-    ) -> list[Pair]:
+    ) -> list[Effect]:
         """Return the effects to predict, each once."""
         for name in contexts or ():
             check_known("contexts", name, controls, "the contexts with control cells", error=OptionError)
         if perturbations is not None:
             targets = self._targets_of("perturbations", check_names("perturbations", perturbations) or [])
-            return list(dict.fromkeys(Pair(some, place) for some in targets for place in contexts or controls))
-        pairs = [
-            pair
-            for pair in conditions.pairs(np.arange(len(conditions.perturbation)))
-            if not self.is_seen(*pair) and (contexts is None or pair.context in contexts)
+            return list(dict.fromkeys(Effect(some, context) for some in targets for context in contexts or controls))
+        effects = [
+            effect
+            for effect in conditions.effects
+            if not self.is_seen(*effect) and (contexts is None or effect.context in contexts)
         ]
-        if not pairs:
+        if not effects:
             raise OptionError(
                 "perturbations=None, but the model was trained on every perturbation in these cells; pass the "
                 "perturbations to predict."
             )
-        if without := sorted({pair.context for pair in pairs} - {*controls}):
+        if without := sorted({effect.context for effect in effects} - {*controls}):
             raise DataError(f"the contexts {listing(without)} have no control cells to predict from; add controls.")
-        return pairs
+        return effects
 
     def predict(  # type: ignore[override]
         self,
@@ -605,36 +497,32 @@ class Perturbation(Task):
         fix = f"if no cell is perturbed, set adata.obs[{key!r}] = {self.control!r}"
         check_known("perturbation_key", key, () if columns is None else columns, "obs", fix=fix)
         conditions = self.conditions(cells.column)
-        controls = rows_by_context(conditions, np.flatnonzero(conditions.controls))
-        pairs = self._wanted(conditions, controls, perturbations, contexts)
+        controls = conditions.control_rows()
+        effects = self._wanted(conditions, controls, perturbations, contexts)
         most = n_cells or (_N_CELLS if single_cells else MAX_INPUTS)
-        used = {
-            name: choose_rows(len(cells), most, rows=controls[name])
-            for name in sorted({pair.context for pair in pairs})
-        }
-        measured = _measured(predictor)
-        means = {name: np.where(measured, mean, np.nan) for name, mean in control_means(cells, controls).items()}
-        coefficients, basis = self._coefficients(predictor, pairs, used, means)
+        names = sorted({effect.context for effect in effects})
+        inputs = {name: choose_rows(len(cells), most, rows=controls[name]) for name in names}
+        means = control_means(cells, controls)
+        linear, network, basis = self._parts(predictor, effects, inputs, means)
+        coefficients = linear + float(predictor.module.head.weight) * network
         if single_cells:
-            return self._cells_of(predictor, pairs, used, coefficients, basis)
+            return self._predict_cells(predictor, effects, inputs, coefficients, basis)
         deltas = coefficients @ basis
-        absolute = np.maximum(np.array([means[pair.context] for pair in pairs]) + deltas, 0.0)
-        names = [self.name_of(pair.targets) for pair in pairs]
+        absolute = np.maximum(np.array([means[effect.context] for effect in effects]) + deltas, 0.0)
+        labels = [self._keys.label(effect.targets) for effect in effects]
         obs = pd.DataFrame(
             {
-                "perturbation": pd.Categorical(names),
-                "context": pd.Categorical([pair.context for pair in pairs]),
-                "n_controls": [len(used[pair.context]) for pair in pairs],
-                "is_seen": [self.is_seen(*pair) for pair in pairs],
+                "perturbation": pd.Categorical(labels),
+                "context": pd.Categorical([effect.context for effect in effects]),
+                "n_controls": [len(inputs[effect.context]) for effect in effects],
+                "is_seen": [self.is_seen(*effect) for effect in effects],
             },
-            index=names,
+            index=self._keys.titles(effects),
         )
-        if self.context_key is not None:
-            obs.index = [f"{name} in {pair.context}" for name, pair in zip(names, pairs, strict=True)]
-        var = pd.DataFrame({"measured": measured}, index=list(cells.vocab.genes))
-        made = AnnData(absolute.astype(np.float32), obs=obs, var=var)
-        made.layers["delta"] = deltas.astype(np.float32)
-        made.uns[UNS_KEY] = {
+        var = pd.DataFrame({"measured": _measured_genes(predictor)}, index=list(cells.vocab.genes))
+        predicted = AnnData(absolute.astype(np.float32), obs=obs, var=var)
+        predicted.layers["delta"] = deltas.astype(np.float32)
+        predicted.uns[UNS_KEY] = {
             "predicted": {
                 "X": "mean of log1p of counts per 10,000",
                 "delta": "difference of X to the controls of the context",
@@ -643,31 +531,31 @@ class Perturbation(Task):
                 "network_weight": float(predictor.module.head.weight),
             }
         }
-        return made
+        return predicted
 
-    def _cells_of(
+    def _predict_cells(
         self,
         predictor: Predictor,
-        pairs: Sequence[Pair],
-        used: Mapping[str, np.ndarray],
+        effects: Sequence[Effect],
+        inputs: Mapping[str, np.ndarray],
         coefficients: np.ndarray,
         basis: np.ndarray,
     ) -> AnnData:
-        """Return predicted cells of each effect, from the controls `used`."""
-        cells, measured = predictor.cells, _measured(predictor)
+        """Return predicted cells of each effect, from the controls `inputs`."""
+        cells, measured = predictor.cells, _measured_genes(predictor)
         assert cells.vocab is not None
         spread = predictor.module.head.spread.double().cpu().numpy()
-        controls = {name: log_expression(cells, rows).toarray().astype(np.float64) for name, rows in used.items()}
+        controls = {name: log_expression(cells, rows).toarray().astype(np.float64) for name, rows in inputs.items()}
         var = pd.DataFrame(index=np.array(cells.vocab.genes, dtype=object)[measured])
-        made: list[AnnData] = []
-        for pair, own in zip(pairs, coefficients, strict=True):
-            moved = shifted_cells(controls[pair.context], own @ basis, own, basis, spread)[:, measured]
-            obs = pd.DataFrame({self.perturbation_key: [self.name_of(pair.targets)] * len(moved)})
+        predicted: list[AnnData] = []
+        for effect, own in zip(effects, coefficients, strict=True):
+            shifted = shifted_cells(controls[effect.context], own @ basis, own, basis, spread)[:, measured]
+            obs = pd.DataFrame({self.perturbation_key: [self._keys.label(effect.targets)] * len(shifted)})
             if self.context_key is not None:
-                obs[self.context_key] = pair.context
-            obs.index = [f"predicted {len(made)}-{row}" for row in range(len(moved))]
-            made.append(AnnData(sparse.csr_matrix(moved, dtype=np.float32), obs=obs, var=var))
-        return concat(made)
+                obs[self.context_key] = effect.context
+            obs.index = [f"predicted {len(predicted)}-{row}" for row in range(len(shifted))]
+            predicted.append(AnnData(sparse.csr_matrix(shifted, dtype=np.float32), obs=obs, var=var))
+        return concat(predicted)
 
     def evaluate(self, context: EvaluationContext) -> Evaluated:
         """Score the mean effects of perturbations that the model was not trained on.
@@ -677,8 +565,8 @@ class Perturbation(Task):
 
         Returns
         -------
-        Each metric of :func:`~scforge.eval.perturbation_metrics.score_deltas`, averaged over perturbations, for the
-        model, each of :func:`~scforge.eval.perturbation.baseline_effects`, and ``technical_duplicate``. Additional
+        Each metric of :func:`~scforge.perturbation.metrics.score_deltas`, averaged over perturbations, for the
+        model, each of :func:`~scforge.perturbation.baselines.baseline_effects`, and ``technical_duplicate``. Additional
         tables are ``per_perturbation`` and ``calibrated`` (0: the mean of the training effects, 1: the duplicate; over
         the effects that have enough cells for a duplicate). Without baselines, the table contains only the model,
         ``no_change``, and ``train_mean`` if the training cells are available.
@@ -693,74 +581,69 @@ class Perturbation(Task):
         ScforgeWarning
             If fewer than ten effects are scored.
         """
-        cells = context.predictor.cells
+        cells, genes = context.predictor.cells, _measured_genes(context.predictor)
         conditions = self.conditions(cells.column)
-        scored = context.rows[conditions.perturbation[context.rows] >= 0]
-        pairs = [pair for pair in conditions.pairs(scored) if not self.is_seen(*pair)]
-        if not pairs:
+        effects = [effect for effect in conditions.effects_in(context.rows) if not self.is_seen(*effect)]
+        if not effects:
             raise DataError("the scored cells have no unseen perturbation; hold out perturbations (heldout=[...]).")
-        inputs, tested = _divide_controls(conditions, context, {pair.context for pair in pairs})
-        measured, rows, groups, controls = measured_effects(conditions, cells, scored, pairs, tested)
-        genes = _measured(context.predictor)
-        seen, means = genes, control_means(cells, inputs)
-        means = {name: np.where(seen, mean, np.nan) for name, mean in means.items()}
-        coefficients, basis = self._coefficients(context.predictor, pairs, inputs, means)
-        predictions, trained = {"scforge": coefficients @ basis}, None
+        inputs, tested = _divide_controls(conditions, context, {effect.context for effect in effects})
+        scored = np.concatenate([context.rows[conditions.is_perturbed[context.rows]], *tested.values()])
+        measured, rows, groups, controls = measured_effects(cells, conditions, effects, scored)
+        linear, network, basis = self._parts(context.predictor, effects, inputs, control_means(cells, inputs))
+        weight, trained = float(context.predictor.module.head.weight), None
+        predictions = {"scforge": (linear + weight * network) @ basis}
         if context.train is None:
-            predictions["no_change"] = np.zeros((len(pairs), len(genes)))
+            predictions["no_change"] = np.zeros((len(effects), len(genes)))
         else:
-            genes = genes & _measured(context.train)
+            in_training = _measured_genes(context.train)
             known = self._known(context, context.train, inputs)
-            predictions |= self._baselines(context, context.train, known, pairs, inputs)
-            place = np.cumsum(_measured(context.train)) - 1
-            trained = known.deltas[:, place[genes]], known.contexts
-        predictions = {name: made[:, genes] for name, made in predictions.items()}
-        effects, scores = measured.deltas[:, genes], measured.scores[:, genes]
-        changed = de_genes(measured.p_values[:, genes])
-        warn_of_few(len(pairs))
-        center = predictions.get("train_mean")
-        places = [pair.context for pair in pairs]
+            predictions |= self._baselines(context, context.train, known, effects, inputs)
+            genes = genes & in_training
+            trained = known.deltas[:, genes[in_training]], known.contexts
+        predictions = {name: deltas[:, genes] for name, deltas in predictions.items()}
+        warn_of_few(len(effects))
+        center, contexts = predictions.get("train_mean"), [effect.context for effect in effects]
+        reference = (measured.deltas[:, genes], measured.scores[:, genes], de_genes(measured.p_values[:, genes]))
         tables = {
-            name: score_deltas(made, effects, scores, changed, center, places, trained)
-            for name, made in predictions.items()
+            name: score_deltas(deltas, *reference, center, contexts, trained) for name, deltas in predictions.items()
         }
         expression = log_expression(cells, rows)[:, genes]
-        tables["technical_duplicate"] = technical_duplicate(
-            expression, groups, controls, center, places, trained, seed=context.seed
+        tables[TECHNICAL_DUPLICATE] = technical_duplicate(
+            expression, groups, controls, center, contexts, trained, seed=context.seed
         )
         described = pd.DataFrame(
             {
-                "perturbation": [self.name_of(pair.targets) for pair in pairs],
-                "context": places,
+                "perturbation": [self._keys.label(effect.targets) for effect in effects],
+                "context": contexts,
                 "n_cells": measured.n_cells,
                 "n_controls": measured.n_controls,
             }
         )
         metrics = pd.DataFrame({name: table.mean() for name, table in tables.items()}).T[list(METRICS)]
         whole = [pd.concat([described.assign(method=name), table], axis=1) for name, table in tables.items()]
-        found = {"per_perturbation": pd.concat(whole, ignore_index=True)}
-        found["network"] = pd.DataFrame({"weight": [float(context.predictor.module.head.weight)]}, index=["scforge"])
-        if "train_mean" in metrics.index:
-            same = comparable(found["per_perturbation"], "technical_duplicate")
+        more = {"per_perturbation": pd.concat(whole, ignore_index=True)}
+        more["network"] = pd.DataFrame({"weight": [weight]}, index=["scforge"])
+        if center is not None:
+            same = comparable(more["per_perturbation"], TECHNICAL_DUPLICATE)
             means = same.groupby("method")[list(METRICS)].mean().reindex(metrics.index)
-            found["calibrated"] = calibrated(means, "train_mean", "technical_duplicate")
-        return Evaluated(metrics, found)
+            more["calibrated"] = calibrated(means, "train_mean", TECHNICAL_DUPLICATE)
+        return Evaluated(metrics, more)
 
     def _baselines(
         self,
         context: EvaluationContext,
         train: Predictor,
         known: KnownEffects,
-        pairs: Sequence[Pair],
+        effects: Sequence[Effect],
         inputs: Mapping[str, np.ndarray],
     ) -> dict[str, np.ndarray]:
         """Return the effects predicted by baselines, shape (Q, G); 0 for genes missing in the training cells."""
-        trained = np.flatnonzero(_measured(train))
+        trained = np.flatnonzero(_measured_genes(train))
         vocab = train.cells.vocab
         assert vocab is not None
-        targets = sorted({target for some in (*known.targets, *(pair.targets for pair in pairs)) for target in some})
+        targets = sorted({target for effect in (*known.effects, *effects) for target in effect.targets})
         # A baseline knows what the training tells of a gene, also where the scored data lack it.
-        number = {int(gene): place for place, gene in enumerate(trained)}
+        columns = {int(gene): column for column, gene in enumerate(trained)}
         indices = {target: int(index) for target, index in zip(targets, vocab.gene_indices(targets), strict=True)}
         head: PerturbationHead = context.predictor.module.head
         features = head.features[vocab.n_special :, :N_COMPONENTS].cpu().numpy().astype(np.float64)
@@ -768,35 +651,158 @@ class Perturbation(Task):
         # In units of their spread: the penalty of the linear model is for features of that size.
         features = np.divide(features, spread, out=np.zeros_like(features), where=spread > 0)
         wanted = WantedEffects(
-            targets=tuple(pair.targets for pair in pairs),
-            contexts=tuple(pair.context for pair in pairs),
-            genes={target: number[index] for target, index in indices.items() if index in number},
+            effects,
+            genes={target: columns[index] for target, index in indices.items() if index in columns},
             gene_features={target: features[index] for target, index in indices.items() if index >= 0},
             context_features=_context_features(context, inputs) if self.context_key is not None else {},
         )
-        found = {}
-        for name, made in baseline_effects(known, wanted, fitted=context.baselines).items():
-            found[name] = np.zeros((len(pairs), vocab.n_genes))
-            found[name][:, trained] = made
-        return found
+        predicted = {}
+        for name, deltas in baseline_effects(known, wanted, fitted=context.baselines).items():
+            predicted[name] = np.zeros((len(effects), vocab.n_genes))
+            predicted[name][:, trained] = deltas
+        return predicted
 
     def _known(self, context: EvaluationContext, train: Predictor, inputs: Mapping[str, np.ndarray]) -> KnownEffects:
         """Measure the effects in the training cells only, over all genes measured in these cells."""
         assert context.train_rows is not None
-        cells, rows, genes = train.cells, context.train_rows, _measured(train)
+        cells, rows, genes = train.cells, context.train_rows, _measured_genes(train)
         conditions = self.conditions(cells.column)
-        controls = rows_by_context(conditions, rows[conditions.controls[rows]])
-        pairs = conditions.pairs(rows)
-        effects, *_ = measured_effects(conditions, cells, rows[conditions.perturbation[rows] >= 0], pairs, controls)
-        means = control_means(cells, controls)
+        effects = conditions.effects_in(rows)
+        measured, *_ = measured_effects(cells, conditions, effects, rows)
+        means = control_means(cells, conditions.control_rows(rows))
         if elsewhere := {name: some for name, some in inputs.items() if name not in means}:
-            scored = control_means(context.predictor.cells, elsewhere)
-            seen = _measured(context.predictor)
-            means |= {name: np.where(seen, mean, np.nan) for name, mean in scored.items()}
-        return KnownEffects(
-            targets=tuple(pair.targets for pair in pairs),
-            contexts=tuple(pair.context for pair in pairs),
-            deltas=effects.deltas[:, genes],
-            controls={name: mean[genes] for name, mean in means.items()},
-            n_cells=effects.n_cells,
+            means |= control_means(context.predictor.cells, elsewhere)
+        controls = {name: mean[genes] for name, mean in means.items()}
+        return KnownEffects(effects, measured.deltas[:, genes], controls, measured.n_cells)
+
+
+def hold_out(
+    conditions: Conditions,
+    keys: PerturbationKeys,
+    *,
+    by_context: bool,
+    named: Sequence[str] | None,
+    known: Callable[[str], bool] | None,
+    validation_size: float,
+    test_size: float,
+    seed: int,
+) -> Split:
+    """Hold out whole perturbations, or whole contexts.
+
+    A third of the controls in each context are test controls. If nothing is tested, all controls are training controls.
+
+    Parameters
+    ----------
+    conditions
+        Conditions of all cells.
+    keys
+        Columns and labels of the perturbations.
+    by_context
+        Whether to hold out contexts rather than perturbations.
+    named
+        Names of the perturbations or contexts in the test set. If None, samples a fraction of `test_size`.
+    known
+        Function that returns whether a target has a vector without being in the training set, e.g. because it is a gene
+        of the model. Perturbations of other targets are sampled only while another perturbation with the same target
+        remains. If None, all targets have a vector.
+    validation_size, test_size
+        Fractions of the perturbations or contexts. If above 0, at least one each is held out, and one for validation
+        only if two are left.
+    seed
+        Random seed for the split.
+
+    Raises
+    ------
+    OptionError
+        If a name is unknown, or nothing is left to train on.
+    DataError
+        If no cell is perturbed, or a context has too few controls.
+    """
+    what, argument = ("context", "heldout_contexts") if by_context else ("perturbation", "heldout")
+    labels = [effect.context if by_context else keys.label(effect.targets) for effect in conditions.effects]
+    targets = {label: effect.targets for label, effect in zip(labels, conditions.effects, strict=True)}
+    names = sorted(targets) if by_context else list(targets)
+    if not names:
+        raise DataError("all cells are controls, so there is nothing to learn from; add perturbed cells.")
+    if unknown := [name for name in named or () if name not in targets]:
+        raise OptionError(
+            f"{argument}={unknown[0]!r} is not the label of a perturbed cell{suggest(unknown[0], names, 'labels')}"
         )
+
+    def draw(order: list[str], share: float) -> list[str]:
+        """Take a fraction of all names from the front of `order`: at least one, but leave at least one."""
+        wanted = min(max(1, round(share * len(names))), len(order) - 1) if share else 0
+        if known is None or by_context:
+            return order[:wanted]
+        drawn: list[str] = []
+        for name in order:
+            if len(drawn) < wanted:
+                rest = {target for other in order if other not in {name, *drawn} for target in targets[other]}
+                if all(known(target) or target in rest for target in targets[name]):
+                    drawn.append(name)
+        return drawn
+
+    rng = np.random.default_rng(seed)
+    order = [names[i] for i in rng.permutation(len(names))]
+    test = draw(order, test_size) if named is None else list(named)
+    rest = [name for name in order if name not in test]
+    if not rest or (named is None and test_size and not test):
+        held_out = listing([name for name in names if name in test] or order)
+        raise OptionError(f"holding out {held_out} leaves no {what} to train on; hold out fewer, or set test_size=0.")
+    validation = draw(rest, validation_size) if len(rest) > 1 else []
+    controls, test_controls, few = conditions.control_rows(), [], []
+    for name in conditions.contexts:
+        rows = controls.get(name, np.empty(0, dtype=np.int64))
+        if len(rows) < 2 and any(effect.context == name for effect in conditions.effects):
+            few.append(name)
+        test_controls.append(rng.permutation(rows)[: round(len(rows) * _TEST_CONTROLS) or len(rows) // 2])
+    if few:
+        raise DataError(f"the contexts {listing(few)} have fewer than 2 control cells; remove these contexts.")
+    is_tested = np.zeros(len(conditions.groups), dtype=bool)
+    if test:  # otherwise nothing is tested against them
+        is_tested[np.concatenate(test_controls)] = True
+    in_test, in_validation = (
+        np.isin(conditions.groups, [i for i, label in enumerate(labels) if label in part])
+        for part in (test, validation)
+    )
+    return Split(
+        train=np.flatnonzero((conditions.groups >= 0) & ~(in_test | in_validation | is_tested)),
+        validation=np.flatnonzero(in_validation),
+        test=np.flatnonzero(in_test | is_tested),
+    )
+
+
+def _divide_controls(
+    conditions: Conditions, context: EvaluationContext, needed: set[str]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return, for each needed context, the controls used as inputs and those that effects are measured against."""
+    is_scored = np.zeros(len(conditions.groups), dtype=bool)
+    is_scored[context.rows] = True
+    tested, inputs = (conditions.control_rows(np.flatnonzero(part)) for part in (is_scored, ~is_scored))
+    rng = np.random.default_rng(context.seed)
+    few = [name for name in sorted(needed) if len(tested.get(name, ())) < (1 if name in inputs else 2)]
+    if few:
+        raise DataError(f"the contexts {listing(few)} have too few controls among the scored cells; add control cells.")
+    for name in sorted(needed - {*inputs}):
+        shuffled = rng.permutation(tested[name])
+        inputs[name] = np.sort(shuffled[: len(shuffled) // 2])
+        tested[name] = np.sort(shuffled[len(shuffled) // 2 :])
+    inputs = {name: choose_rows(len(is_scored), MAX_INPUTS, rows=rows) for name, rows in inputs.items()}
+    return inputs, tested
+
+
+def _measured_genes(predictor: Predictor) -> np.ndarray:
+    """Return which genes were measured in the cells, bool, shape (G,)."""
+    cells = predictor.cells
+    assert cells.vocab is not None
+    return np.ones(cells.vocab.n_genes, dtype=bool) if cells.measured is None else cells.measured
+
+
+def _context_features(context: EvaluationContext, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return components of the mean control embedding of each context, from the model before fine-tuning."""
+    predictor = context.predictor if context.base is None else context.base
+    means = np.array([predictor.embedding(rows).mean(axis=0) for rows in inputs.values()], dtype=np.float64)
+    left, values, _ = np.linalg.svd(means - means.mean(axis=0), full_matrices=False)
+    scores = (left * values)[:, :N_COMPONENTS]
+    scale = max(float(scores.std()), 1e-12)
+    return dict(zip(inputs, scores / scale, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -20,6 +21,9 @@ VALUE_LOSSES = ("mse", *COUNT_LOSSES)
 _LOG_RATES = (-50.0, 30.0)
 _LOG_DISPERSIONS = (-15.0, 15.0)
 """Bounds within which nothing overflows, even in float32; all realistic counts lie within them."""
+
+_CONSTANT = 1e-6
+"""Standard deviation of embeddings below which a dimension counts as constant."""
 
 _EXACT = 40.0
 """Threshold above which softplus(x) is computed as x; in float64, the two are equal there."""
@@ -177,6 +181,36 @@ def cell_loss(
     n_labels_b = labeled_bs.sum(dim=1)
     of_cells_b = log_p_bs.sum(dim=1) / n_labels_b.clamp(min=1)
     return -of_cells_b.sum() / (n_labels_b > 0).sum().clamp(min=1)
+
+
+class Standardize(nn.Module):
+    """Subtract a mean and divide by a scale, both set once, so that a head does not depend on units.
+
+    Parameters
+    ----------
+    n_in
+        Number of dimensions D.
+    """
+
+    mean: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, n_in: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(n_in))
+        self.register_buffer("scale", torch.ones(n_in))
+
+    @torch.no_grad()
+    def set_from(self, embeddings: np.ndarray) -> None:
+        """Set mean and scale from embeddings, shape (N, D); a constant dimension keeps the scale 1."""
+        mean, scale = embeddings.mean(axis=0, dtype=np.float64), embeddings.std(axis=0, dtype=np.float64)
+        scale = np.where(scale > _CONSTANT, scale, 1.0)
+        self.mean.copy_(torch.from_numpy(mean))
+        self.scale.copy_(torch.from_numpy(scale))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Return standardized values, shape (B, D)."""
+        return (values - self.mean) / self.scale
 
 
 class MaskedGenePredictionHead(nn.Module):

@@ -3,8 +3,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scforge.data.perturbation import PerturbationKeys, parse_perturbations
 from scforge.errors import DataError, OptionError
+from scforge.perturbation.keys import PerturbationKeys, parse_perturbations
 
 LABELS = ["ctrl", "KLF1+ctrl", "ctrl+KLF1", " KLF1 + BAK1", "BAK1+KLF1", "BAK1"]
 

@@ -5,8 +5,9 @@ from torch import nn
 
 from scforge.config.schema import ModelConfig
 from scforge.errors import OptionError
-from scforge.finetuning.tasks._perturbation_model import (
-    Observed,
+from scforge.models import get_model, list_models
+from scforge.models.components.gene_vectors import GeneVectorEmbedding
+from scforge.perturbation.model import (
     fit_linear,
     fit_spread,
     gene_features,
@@ -14,8 +15,6 @@ from scforge.finetuning.tasks._perturbation_model import (
     network_weight,
     shifted_cells,
 )
-from scforge.models import get_model, list_models
-from scforge.models.components.gene_vectors import GeneVectorEmbedding
 
 
 def test_features_that_tell_effects_count_and_others_do_not() -> None:
@@ -24,9 +23,7 @@ def test_features_that_tell_effects_count_and_others_do_not() -> None:
     unseen, shared = rng.normal(size=(10, 5)) / np.sqrt(5), rng.normal(size=30)
     for told, rank in ((features, 16), (others, 32)):
         deltas = shared + told @ weights + 0.05 * rng.normal(size=(40, 30))
-        start = fit_linear(
-            Observed(deltas, np.full(40, 100), np.eye(40), features, (5,), np.zeros((40, 4)), np.arange(40)), rank
-        )
+        start = fit_linear(deltas, np.full(40, 100), np.eye(40), features, (5,), np.zeros((40, 4)), np.arange(40), rank)
         predicted = (start["base"] + unseen @ start["of_features"].T) @ start["basis"]
         if told is features:
             truth = shared + unseen @ weights
@@ -35,7 +32,7 @@ def test_features_that_tell_effects_count_and_others_do_not() -> None:
             assert np.square(predicted - deltas.mean(axis=0)).mean() < 0.05 * deltas.var(axis=0).mean()
     # One effect is repeated.
     delta, one = np.arange(6.0)[None], np.ones((1, 1))
-    start = fit_linear(Observed(delta, np.array([5]), one, np.ones((1, 2)), (2,), np.zeros((1, 2)), np.zeros(1)), 3)
+    start = fit_linear(delta, np.array([5]), one, np.ones((1, 2)), (2,), np.zeros((1, 2)), np.zeros(1), 3)
     np.testing.assert_allclose((start["base"] + start["own"][1]) @ start["basis"], delta[0], rtol=0.02)
     assert not start["of_features"].any()
 
