@@ -85,7 +85,7 @@ class _PlainBag(nn.Module):
     def forward(self, input_ids: torch.Tensor, per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:
         """Return the weighted sum of embeddings, shape (B, D)."""
         if isinstance(self.bag, GeneVectorBag):
-            embedded = F.embedding(self.bag.row[input_ids], self.bag._table())
+            embedded = F.embedding(self.bag.row[input_ids], self.bag.table())
         else:
             embedded = F.embedding(input_ids, self.bag.weight)
         if per_sample_weights is None:
