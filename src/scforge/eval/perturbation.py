@@ -143,11 +143,11 @@ class Reference:
         self.space = CellSpace(starts.expression, n_comps=benchmark.n_comps, seed=self.seed)
         self.coordinates = self.space.cells(cells.expression)
         rng = np.random.default_rng(self.seed)
-        self.of_controls = {}
-        for name in starts.contexts:
-            rows = starts.rows(Effect((), name))
-            if name in self.controls and len(rows):
-                self.of_controls[name] = self.space.cells(starts.expression[_some(rows, self.max_cells, rng)])
+        self.of_controls = {
+            name: self.space.cells(starts.expression[_some(rows, self.max_cells, rng)])
+            for name, rows in starts.control_rows().items()
+            if name in self.controls
+        }
 
     def discriminated(self, predicted: np.ndarray, measured: np.ndarray) -> dict[str, np.ndarray]:
         """Return the discrimination scores of effects, shape (Q,) each."""
@@ -167,8 +167,7 @@ class Reference:
 
     def energy(self, deltas: np.ndarray, made: PerturbedCells | None) -> np.ndarray:
         """Return the energy distance of each effect, shape (Q,), from shifted controls if no cells are predicted."""
-        shifts = self.space.shift(deltas)
-        found = np.empty(len(deltas))
+        shifts, distances = self.space.shift(deltas), np.empty(len(deltas))
         for number, effect in enumerate(self.cells.effects):
             # The same cells for all methods, whatever was scored before.
             rng = np.random.default_rng((self.seed, number))
@@ -177,15 +176,15 @@ class Reference:
                 predicted = self.of_controls[effect.context] + shifts[number]
             else:
                 predicted = self.space.cells(made.expression[_some(made.rows(effect), self.max_cells, rng)])
-            found[number] = energy_distance(predicted, target)
-        return found
+            distances[number] = energy_distance(predicted, target)
+        return distances
 
     def duplicate(self) -> pd.DataFrame:
         """Score one half of the cells as a prediction of the other half; see :func:`technical_duplicate`."""
         cells = self.cells
 
         def more(
-            one: np.ndarray, other: np.ndarray, half: np.ndarray, rng: np.random.Generator
+            predicted: np.ndarray, measured: np.ndarray, half: np.ndarray, rng: np.random.Generator
         ) -> dict[str, np.ndarray]:
             energy = np.full(len(cells.effects), np.nan)
             for number, effect in enumerate(cells.effects):
@@ -193,7 +192,7 @@ class Reference:
                 if len(rows) > 1:
                     sides = [_some(rows[half[rows] == side], self.max_cells, rng) for side in (0, 1)]
                     energy[number] = energy_distance(*(self.coordinates[side] for side in sides))
-            return {**self.discriminated(one, other), "energy_distance": energy}
+            return {**self.discriminated(predicted, measured), "energy_distance": energy}
 
         asked = (cells.groups, cells.controls, self.center, self.contexts, self.trained)
         return technical_duplicate(cells.expression, *asked, seed=self.seed, more=more)
@@ -437,12 +436,11 @@ class PerturbationPrediction(Benchmark):
             columns = columns_of(made.columns, known.cells.genes, "predictions")
             return made.to_numpy(dtype=np.float64)[np.ix_(rows, columns)], None
         groups = cells.moments()
-        controls = [len(cells.effects) + cells.contexts.index(effect.context) for effect in effects]
-        plain = [
+        controls = [
             groups.mean[own] if groups.n[own] else known.controls[effect.context]
-            for own, effect in zip(controls, effects, strict=True)
+            for own, effect in zip(cells.controls[rows], effects, strict=True)
         ]
-        return groups.mean[rows] - np.array(plain), cells
+        return groups.mean[rows] - np.array(controls), cells
 
 
 def _weighted(values: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -80,16 +80,15 @@ class Effects:
         from scipy import stats
 
         known = (self.freedom > 0) & (np.minimum(self.n_cells, self.n_controls) > 1)[:, None]
-        found = np.ones_like(self.scores)
-        found[known] = 2 * stats.t.sf(np.abs(self.scores[known]), self.freedom[known])
-        return found
+        p_values = np.ones_like(self.scores)
+        p_values[known] = 2 * stats.t.sf(np.abs(self.scores[known]), self.freedom[known])
+        return p_values
 
 
 def moments(cells: Cells, rows: np.ndarray, codes: np.ndarray, n_groups: int) -> Moments:
     """Return mean and variance of groups of cells; `rows` are ascending, and `codes` are their groups."""
-    starts = range(0, max(len(rows), 1), _BLOCK)
-    taken = (slice(start, start + _BLOCK) for start in starts)
-    return _moments(((log_expression(cells, rows[some]), codes[some]) for some in taken), n_groups)
+    blocks = (slice(start, start + _BLOCK) for start in range(0, max(len(rows), 1), _BLOCK))
+    return _moments(((log_expression(cells, rows[block]), codes[block]) for block in blocks), n_groups)
 
 
 def moments_of(expression: sparse.csr_matrix, codes: np.ndarray, n_groups: int) -> Moments:

@@ -119,11 +119,11 @@ def _nearer(distances: np.ndarray, *, atol: float) -> np.ndarray:
 
 def own_genes(targets: Sequence[tuple[str, ...]], genes: np.ndarray) -> np.ndarray:
     """Return which genes are the targets of each perturbation, bool, shape (Q, G)."""
-    number = {str(gene): column for column, gene in enumerate(genes)}
-    found = np.zeros((len(targets), len(genes)), dtype=bool)
-    for row, some in enumerate(targets):
-        found[row, [number[target] for target in some if target in number]] = True
-    return found
+    columns = {str(gene): column for column, gene in enumerate(genes)}
+    is_own = np.zeros((len(targets), len(genes)), dtype=bool)
+    for row, names in enumerate(targets):
+        is_own[row, [columns[name] for name in names if name in columns]] = True
+    return is_own
 
 
 def warn_of_few(n_effects: int) -> None:
@@ -369,17 +369,17 @@ def technical_duplicate(
         half = np.empty(len(groups), dtype=np.int64)
         half[order] = (np.arange(len(groups)) - starts[groups[order]]) % 2
         both = moments_of(expression, groups + n_groups * half, 2 * n_groups)
-        one = effects_of(both, perturbed, controls).deltas
-        other = effects_of(both, perturbed + n_groups, controls + n_groups)
-        changed = de_genes(other.p_values)
-        table = of_whole(score_deltas(one, other.deltas, other.scores, changed, center, contexts, trained))
-        tables.append(table if more is None else table.assign(**more(one, other.deltas, half, rng)))
+        predicted = effects_of(both, perturbed, controls).deltas
+        measured = effects_of(both, perturbed + n_groups, controls + n_groups)
+        reference = (measured.deltas, measured.scores, de_genes(measured.p_values))
+        table = _correct_to_whole(score_deltas(predicted, *reference, center, contexts, trained))
+        tables.append(table if more is None else table.assign(**more(predicted, measured.deltas, half, rng)))
     mean = sum(tables[1:], start=tables[0]) / _N_SPLITS
     mean.loc[(sizes[perturbed] < 2) | (sizes[controls] < 2)] = np.nan
     return mean
 
 
-def of_whole(table: pd.DataFrame) -> pd.DataFrame:
+def _correct_to_whole(table: pd.DataFrame) -> pd.DataFrame:
     """Convert metrics of halves to whole groups (see :func:`technical_duplicate`); other metrics do not change."""
     whole = table.copy()
     for name in ("pearson_delta", "pearson_delta_top20", "cosine"):
