@@ -41,8 +41,8 @@ gpu-dry: ## Run the benchmark of a GPU on the CPU, in tiny sizes
 	$(ONE_THREAD) $(VENV)/bin/python benchmarks/gpu.py --tiny
 
 # What meets the tables of pandas, whose version 2 the clients of the Census need.
-WITH_PANDAS := census census_filters checks convert h5ad selection sources splits store \
-	store_collections store_damage streams
+WITH_PANDAS := census census_filters checks conversion readers readers_h5ad sources splits \
+	statistics_selection store store_collections store_damage
 # tiledbsoma has no wheels for Python 3.14 yet.
 test-census: VENV := .venv-census
 test-census: ## Run the tests of the Census, and of what else meets pandas 2, in an environment of their own

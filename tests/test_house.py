@@ -115,3 +115,24 @@ def test_constants_are_above_definitions_that_they_do_not_need():
                 elif all(re.fullmatch(r"_?[A-Z][A-Z0-9_]*", name) for name in names):
                     wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not wrong
+
+
+ACROSS_MODULES = ("contracts", "docs", "security", "seeds", "soma")
+"""Folders of tests that are not about one module."""
+
+
+def test_files_of_tests_are_named_after_a_module():
+    package = ROOT / "src" / "scforge"
+    misnamed = []
+    for path in tracked_files():
+        if not path.is_relative_to(ROOT / "tests") or not re.fullmatch(r"test_\w+\.py", path.name):
+            continue
+        folder = path.parent.relative_to(ROOT / "tests")
+        if folder == Path() or folder.parts[0] in ACROSS_MODULES:
+            continue
+        words = path.stem.removeprefix("test_").split("_")
+        modules = ["_".join(words[:n]) for n in range(1, len(words) + 1)]  # what follows is an aspect of it
+        names = [name for module in modules for name in (module, f"{module}.py", f"_{module}.py")]
+        if not any((package / folder / name).exists() for name in names):
+            misnamed.append(str(path.relative_to(ROOT)))
+    assert not misnamed
