@@ -14,7 +14,11 @@ from scforge.estimators import Encoder
 from scforge.estimators import export as exporting
 from scforge.models.registry import MODELS
 
-KINDS = {"light": (None, {}), "transformer": ("transformer_encoder", {"num_layers": 2, "num_heads": 2})}
+KINDS = {
+    "light": (None, {}),
+    "transformer": ("transformer_encoder", {"num_layers": 2, "num_heads": 2}),
+    "vectors": (None, {}),
+}
 SIZE = {"n_top_genes": 300, "hidden_dim": 16, "ffn_dim": 32}
 
 
@@ -26,8 +30,15 @@ def cells(pbmc: ad.AnnData) -> ad.AnnData:
 
 
 @pytest.fixture(scope="module")
-def models(cells: ad.AnnData) -> dict[str, Encoder]:
-    made = {name: Encoder(cells, architecture, **SIZE, **options) for name, (architecture, options) in KINDS.items()}
+def models(cells: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Encoder]:
+    table = tmp_path_factory.mktemp("vectors") / "genes.npz"
+    vectors = np.random.default_rng(0).normal(size=(cells.n_vars, 6)).astype(np.float32)
+    np.savez(table, genes=cells.var_names.to_numpy(dtype=str), vectors=vectors)
+    tokenizers = {"vectors": {"name": "gene_embedding", "table": str(table)}}
+    made = {
+        name: Encoder(cells, architecture, tokenizers.get(name), **SIZE, **options)
+        for name, (architecture, options) in KINDS.items()
+    }
     for model in made.values():
         model.is_trained_ = True
         with torch.no_grad():
