@@ -1,4 +1,4 @@
-"""Masking: how often what is chosen. That nothing of it can be read off is tested in test_properties.py."""
+"""Masking: how often what is chosen. That nothing of it can be read off is tested in test_base_properties.py."""
 
 import numpy as np
 import pytest

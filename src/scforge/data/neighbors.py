@@ -6,6 +6,7 @@ Shapes: N cells, D dimensions, P pairs.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -255,15 +256,15 @@ def mutual_neighbors(
     directions = directions_of(coordinates)
     names = np.unique(batches)
     members = {name: np.flatnonzero(batches == name) for name in names}
-    compared = list(itertools.combinations(names, 2))
-    if len(names) > _MAX_BATCHES + 1:
-        circle = np.random.default_rng(seed).permutation(names)
-        steps = range(1, _MAX_BATCHES // 2 + 1)
-        compared = [pair for step in steps for pair in zip(circle, np.roll(circle, -step), strict=True)]
     pairs = [np.zeros((0, 2), dtype=np.int64)]
     if within:
         pairs += [_mutual(directions, rows, rows, within) for rows in members.values()]
     if across:
+        compared: Iterable[tuple[int, int]] = itertools.combinations(names, 2)
+        if len(names) > _MAX_BATCHES + 1:
+            circle = np.random.default_rng(seed).permutation(names)
+            steps = range(1, _MAX_BATCHES // 2 + 1)
+            compared = [pair for step in steps for pair in zip(circle, np.roll(circle, -step), strict=True)]
         pairs += [_mutual(directions, members[a], members[b], across) for a, b in compared]
     rows, columns = np.concatenate(pairs).T
     n_cells = len(coordinates)

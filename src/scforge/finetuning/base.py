@@ -50,7 +50,7 @@ class Predictor:
     Attributes
     ----------
     module
-        A :class:`~scforge.finetuning.heads.FineTunedModule`, or only the architecture for a base model.
+        A :class:`~scforge.finetuning.mapping.FineTunedModule`, or only the architecture for a base model.
     tokenizer
         Tokenizer of the model.
     objective

@@ -158,7 +158,8 @@ def _kernels(
             for side in ([known.effects[i] for i in rows], [wanted.effects[i] for i in asked])
         ]
         names = [] if elsewhere else sorted({target for targets in parts[0] for target in targets})
-        of_genes = [features, wanted.gene_features, *wanted.tables.values()]
+        # A table with this name takes the place of the embedding.
+        of_genes = [features, *{"embedding": wanted.gene_features, **wanted.tables}.values()]
         tables = [contexts, wanted.context_features] if elsewhere else of_genes
         members = [
             np.array([[name in part for name in names] for part in side], float).reshape(len(side), len(names))

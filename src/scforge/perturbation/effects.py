@@ -5,6 +5,7 @@ Shapes: N cells, G genes, Q effects, C contexts, P groups of cells.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -159,9 +160,8 @@ class Conditions:
         if keys.context is not None:
             texts = texts_of(column(keys.context), key=keys.context, argument="context_key")
             labeled, contexts = labeled & np.asarray(texts.notna()), list(texts)
-        targets = iter(parse_perturbations(pd.DataFrame({keys.perturbation: labels[labeled]}), keys))
-        cells = [Effect(next(targets), name) if known else None for name, known in zip(contexts, labeled, strict=True)]
-        return cls(*_grouped(cells))
+        targets = parse_perturbations(pd.DataFrame({keys.perturbation: labels[labeled]}), keys)
+        return cls(*_grouped(targets, list(itertools.compress(contexts, labeled)), labeled))
 
     @cached_property
     def controls(self) -> np.ndarray:
@@ -189,14 +189,17 @@ class Conditions:
         return {name: rows[groups == code] for code, name in enumerate(self.contexts) if (groups == code).any()}
 
 
-def _grouped(cells: Sequence[Effect | None]) -> tuple[tuple[Effect, ...], tuple[str, ...], np.ndarray]:
-    """Return the fields of :class:`Conditions` from the effect of each cell, or None."""
-    known = {effect for effect in cells if effect is not None}
+def _grouped(
+    targets: Sequence[tuple[str, ...]], contexts: Sequence[str], is_labeled: np.ndarray
+) -> tuple[tuple[Effect, ...], tuple[str, ...], np.ndarray]:
+    """Return the fields of :class:`Conditions` from targets and context of each labeled cell."""
+    known = {Effect(*pair) for pair in set(zip(targets, contexts, strict=True))}  # few, of many cells
     effects = tuple(sorted(effect for effect in known if effect.targets))
-    contexts = tuple(sorted({effect.context for effect in known}))
-    numbers: dict[Effect | None, int] = {None: -1}
-    numbers |= {effect: i for i, effect in enumerate([*effects, *(Effect((), context) for context in contexts)])}
-    return effects, contexts, np.array([numbers[effect] for effect in cells], dtype=np.int64)
+    names = tuple(sorted({effect.context for effect in known}))
+    numbers = {effect: i for i, effect in enumerate([*effects, *(Effect((), name) for name in names)])}
+    groups = np.full(len(is_labeled), -1, dtype=np.int64)
+    groups[is_labeled] = [numbers[pair] for pair in zip(targets, contexts, strict=True)]  # type: ignore[index]
+    return effects, names, groups
 
 
 @dataclass(frozen=True)
@@ -263,8 +266,8 @@ class PerturbedCells(Conditions):
         # Models predict into X, whatever layer the measured values are in.
         layer = None if made and keys.layer not in adata.layers else keys.layer
         expression = log_normalized(adata, layer, argument=argument, made=made)
-        cells = [Effect(*pair) for pair in zip(targets, contexts, strict=True)]
-        return cls(*_grouped(cells), expression, adata.var_names, adata.obs_names)
+        is_labeled = np.ones(adata.n_obs, dtype=bool)
+        return cls(*_grouped(targets, contexts, is_labeled), expression, adata.var_names, adata.obs_names)
 
     def over(self, genes: pd.Index, *, argument: str) -> PerturbedCells:
         """Return the cells over these genes, in this order.

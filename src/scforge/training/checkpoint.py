@@ -94,10 +94,9 @@ class GracefulStop(Callback):
 
     def teardown(self, *args: Any, **kwargs: Any) -> None:
         """Restore the previous signal handlers."""
-        for signum, before in self._before.items():
-            if before is not None:
+        for signum in tuple(self._before):  # Ctrl-C may remove its own at any moment
+            if (before := self._before.pop(signum, None)) is not None:
                 signal.signal(signum, before)
-        self._before.clear()
 
     on_exception = teardown  # Lightning calls no teardown after an error
 

@@ -198,11 +198,24 @@ class SelfAttention(nn.Module):
         rotation: torch.Tensor | None = None,
         cache: tuple[KeyValueCache, int] | None = None,
     ) -> torch.Tensor:
-        """Return the new states, (B, S, H).
+        """Compute self-attention.
 
-        The mask, broadcast to (B, N, S, T), is bool, true if attention is allowed, or float, added to the scores; it
-        excludes `causal`. `rotation` is the output of :func:`rotation_of`. `cache` contains earlier keys and values, to
-        which these tokens are added, and the index of the layer.
+        Parameters
+        ----------
+        hidden_bsh
+            States, shape (B, S, H).
+        mask
+            Mask, broadcast to (B, N, S, T): bool, true if attention is allowed, or float, added to the scores.
+        causal
+            Whether each token attends only to tokens up to itself. Not supported with a mask.
+        rotation
+            Output of :func:`scforge.models.components.attention.rotation_of`.
+        cache
+            Earlier keys and values to which these tokens are added, and the index of the layer.
+
+        Returns
+        -------
+        The new states, shape (B, S, H).
         """
         alone = hidden_bsh.shape[1] == 1 and mask is None and cache is None
         if alone and not torch.compiler.is_compiling():
@@ -220,7 +233,8 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """Return the new states of packed cells, (P, H), on CUDA in half precision.
 
-        Cell i is at positions ``ends[i]`` to ``ends[i + 1]``, int32, (B + 1,), and `longest` is their largest number.
+        States `hidden_ph` are of shape (P, H). Cell i is at positions ``ends[i]`` to ``ends[i + 1]``, int32, (B + 1,),
+        and `longest` is the largest number of tokens of a cell. For `causal` and `rotation`, see :meth:`forward`.
         """
         from torch.nn.attention.varlen import varlen_attn
 
@@ -242,7 +256,8 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """Return the attention of each token (rows) to each token (columns), float32, shape (B, N, S, S).
 
-        Rows sum to 1, except those of queries that cannot attend to any token, which are zeros.
+        For the arguments, see :meth:`forward`. Rows sum to 1, except those of queries that cannot attend to any token,
+        which are zeros.
         """
         q_bnsd, k_bnsd, _ = self._project(hidden_bsh, rotation, None)
         scores = (q_bnsd @ k_bnsd.transpose(-1, -2)).float() / q_bnsd.shape[-1] ** 0.5

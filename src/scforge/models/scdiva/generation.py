@@ -49,15 +49,14 @@ def generate_cells(
 ) -> GeneratedCells:
     """Generate cells by iterative unmasking.
 
-    At first, all tokens except the prompt are masked. In each step a gene is sampled for every masked token, and
-    the most confident genes are kept, so that the number of masked tokens decreases evenly over the steps. The
-    values of these genes are predicted in the next step. Each gene occurs at most once in a cell. The random
-    numbers of a cell depend only on `seed` and its index.
+    Dropout is disabled, and the mode of the model is restored afterwards. At first, all tokens except the prompt
+    are masked. In each step a gene is sampled for every masked token, and the most confident genes are kept, so
+    that the number of masked tokens decreases evenly over the steps. The values of these genes are predicted in the
+    next step. Each gene occurs at most once in a cell. The random numbers of a cell depend only on `seed` and its
+    index.
 
     Parameters
     ----------
-    model
-        The model. Dropout is disabled, and the mode of the model is restored afterwards.
     n_cells
         Number of cells B.
     prompt
