@@ -49,6 +49,7 @@ from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MaxAbsScaler, StandardScaler
 
+from scforge.eval.scib import nearest_neighbors
 from scforge.models import Encoder
 
 RESULTS = Path(__file__).parent / "results" / "transfer.csv"
@@ -406,10 +407,8 @@ def mixing_within_types(cells: np.ndarray, labels: np.ndarray, n_reference: int)
     mixed = []
     for name in types:
         rows = np.flatnonzero(labels == name)
-        near = NearestNeighbors(n_neighbors=min(90, len(rows) - 1)).fit(cells[rows])
-        distances, indices = near.kneighbors(cells[rows])
-        results = scib_metrics.nearest_neighbors.NeighborsResults(indices=indices, distances=distances)
-        mixed.append(scib_metrics.ilisi_knn(results, sides[rows]))
+        near = nearest_neighbors(cells[rows], min(90, len(rows) - 1))
+        mixed.append(scib_metrics.ilisi_knn(near, sides[rows]))
     bras = scib_metrics.bras(cells[scored].astype(np.float32), labels[scored], sides[scored])
     return {"bras": float(bras), "cilisi": float(np.mean(mixed))}
 

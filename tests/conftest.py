@@ -1,11 +1,13 @@
 """Fixtures that several test files share."""
 
+from __future__ import annotations
+
 import importlib.util
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anndata as ad
 import numpy as np
@@ -20,11 +22,13 @@ import scforge
 from scforge.cli import main
 from scforge.config.schema import ModelConfig
 from scforge.data import GeneVocab, convert
-from scforge.estimators import Encoder
 from scforge.models import register_model
 from scforge.models.components import GeneExpressionEmbedding, MaskedGenePredictionHead, mean_pool
 from scforge.models.protocol import ModelOutput
 from scforge.models.registry import MODELS
+
+if TYPE_CHECKING:
+    from scforge.estimators import Encoder
 
 N_CELLS, N_GENES = 60, 80
 
@@ -246,6 +250,8 @@ def quick() -> dict:
 
 @pytest.fixture
 def build(tiny_adata: ad.AnnData) -> Callable[..., Encoder]:
+    from scforge.estimators import Encoder  # tests of data need no model classes
+
     def build(architecture=None, *parts, adata=None, setup=None, **options) -> Encoder:
         adata = tiny_adata if adata is None else adata
         Encoder.setup_anndata(adata, **(setup or {}))
@@ -273,6 +279,8 @@ def model(trained: Callable[..., Encoder]) -> Encoder:
 @pytest.fixture(scope="session")
 def saved_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of a light model, ``plain``, of a transformer, ``base``, and of adapters on it; do not change them."""
+    from scforge.estimators import Encoder
+
     group = np.arange(40) % 2
     mean = np.full((40, 40), 0.5)
     mean[group == 0, :10], mean[group == 1, -10:] = 6.0, 6.0

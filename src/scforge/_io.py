@@ -39,16 +39,27 @@ _MARK = "<!-- Written by scforge ({}). -->\n"
 _DESCRIPTIONS = ("config.json", "adapter.json", "export.json")
 
 _OWN = {
-    *("vocab.json", "model.safetensors", "adapter.safetensors", "split.safetensors", "origin.json"),
-    *("training/state.json", "training/state.safetensors"),
+    "vocab.json",
+    "model.safetensors",
+    "adapter.safetensors",
+    "split.safetensors",
+    "origin.json",
+    "training/state.json",
+    "training/state.safetensors",
 }
 """Files that belong to scforge in each folder with a description by scforge."""
 
 _DATA = "adata.h5ad"
 
 _LISTED = {
-    *(_DATA, "reference.safetensors", "weights.safetensors", "model.onnx", "model.pt2"),
-    *("token_dictionary.pkl", "gene_median_dictionary.pkl", "ensembl_mapping_dict.pkl"),
+    _DATA,
+    "reference.safetensors",
+    "weights.safetensors",
+    "model.onnx",
+    "model.pt2",
+    "token_dictionary.pkl",
+    "gene_median_dictionary.pkl",
+    "ensembl_mapping_dict.pkl",
 }
 """Files that belong to scforge if a description lists them with a checksum; otherwise they are a user's."""
 

@@ -171,8 +171,14 @@ def convert(
     genes = None if vocab is None else open_vocab(vocab)
     genes, maps = map_streams(streams, genes, gene_key=gene_key, min_overlap=min_overlap)
     for stream, gene_map in zip(streams, maps, strict=True):
-        figures = (stream.name, stream.n_cells, len(gene_map.columns), gene_map.n_matched, genes.n_genes)
-        logger.info("%r: %d cells and %d genes, including %d of the %d vocabulary genes.", *figures)
+        logger.info(
+            "%r: %d cells and %d genes, including %d of the %d vocabulary genes.",
+            stream.name,
+            stream.n_cells,
+            len(gene_map.columns),
+            gene_map.n_matched,
+            genes.n_genes,
+        )
     table = join_obs(streams, columns)
     size = dataset_size(n_bytes, streams, genes, table)
     with _working_folder(target) as folder, _full_disk(target):

@@ -632,7 +632,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
     def _open(self, source: AnnData | Cells | str | os.PathLike[str], **options: Any) -> Cells:
         """Open cells over the genes of the model, or over another vocabulary in `options` of :func:`open_cells`."""
-        is_own, is_plain = "vocab" not in options, not options
+        is_own = not options
         options = {"vocab": self._spec.vocab, **options}
         cells: Any
         if isinstance(source, str | os.PathLike):
@@ -648,7 +648,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
                 setup = self._setup
                 check_setup_keys(source, setup, type(self).__name__)
             keys = {"layer": setup["layer"], "gene_key": setup["gene_key"]}
-            cells = self._opened_once(source, **keys) if is_plain else open_cells(source, **keys, **options)
+            cells = self._opened_once(source, **keys) if is_own else open_cells(source, **keys, **options)
         uses_vocabulary = is_own and getattr(self._tokenizer, "library_size", None) == "vocabulary"
         return cells.over_vocabulary() if uses_vocabulary and isinstance(cells, CellSource | StoreCells) else cells
 

@@ -114,7 +114,7 @@ class BatchIntegration(Benchmark):
         scib = _scib_metrics()
         rows, labels, batches = self._columns(obs)
         cells = check_embedding(embedding, len(obs))[rows].astype(np.float32)
-        wide = _neighbors(cells, min(self.n_neighbors, len(cells) - 1))
+        wide = nearest_neighbors(cells, min(self.n_neighbors, len(cells) - 1))
         kmeans = scib.nmi_ari_cluster_labels_kmeans(cells, labels)
         scores = {
             "isolated_labels": scib.isolated_labels(cells, labels, batches),
@@ -158,7 +158,7 @@ def _scib_metrics() -> ModuleType:
     return scib_metrics
 
 
-def _neighbors(cells: np.ndarray, n_neighbors: int) -> NeighborsResults:
+def nearest_neighbors(cells: np.ndarray, n_neighbors: int) -> NeighborsResults:
     """Find the nearest neighbors of each cell, including the cell itself."""
     from scib_metrics.nearest_neighbors import NeighborsResults
     from sklearn.neighbors import NearestNeighbors
@@ -412,7 +412,7 @@ class Scib(Benchmark):
             pre_integrated_embedding_obsm_key=before,
             progress_bar=False,
         )
-        benchmarker.prepare(neighbor_computer=_neighbors if self.neighbors == "exact" else None)
+        benchmarker.prepare(neighbor_computer=nearest_neighbors if self.neighbors == "exact" else None)
         return benchmarker
 
     def _wanted(self) -> dict[str, bool]:

@@ -406,7 +406,14 @@ class AutoregressiveTransformer(Architecture):
         if not gene_loss_weight + expression_loss_weight + (cell_loss_weight if has_readout else 0):
             raise OptionError("all loss weights are 0, so the model would not learn; increase at least one of them.")
         config = TransformerConfig(
-            *(hidden_dim, num_layers, num_heads, ffn_dim, dropout, activation, layer_norm_eps, norm_first),
+            hidden_dim=hidden_dim,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            ffn_dim=ffn_dim,
+            dropout=dropout,
+            activation=activation,
+            layer_norm_eps=layer_norm_eps,
+            norm_first=norm_first,
             rotary=position_embedding == "rotary",
             gradient_checkpointing=gradient_checkpointing,
             unpad=unpad,
@@ -418,7 +425,13 @@ class AutoregressiveTransformer(Architecture):
         self.pooling = pooling
         self.n_conditions = n_conditions
         self.embedding = GeneExpressionEmbedding(
-            *(vocab_size, hidden_dim, max_seq_len, dropout, False, layer_norm_eps, gene_vectors),
+            vocab_size=vocab_size,
+            hidden_dim=hidden_dim,
+            max_seq_len=max_seq_len,
+            dropout=dropout,
+            use_expression_values=False,
+            layer_norm_eps=layer_norm_eps,
+            gene_vectors=gene_vectors,
             position_embedding=position_embedding,
         )
         # A bin as a number would reach 50 times a projection: behind a layer norm little else is left, and of the bin

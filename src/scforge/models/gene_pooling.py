@@ -192,7 +192,13 @@ class GenePoolingModel(Architecture):
         if pooling == "mean":
             self.latent_dim = hidden_dim
             embedding = GeneExpressionEmbedding(
-                *(vocab_size, hidden_dim, max_seq_len, dropout, use_expression_values, layer_norm_eps, gene_vectors)
+                vocab_size=vocab_size,
+                hidden_dim=hidden_dim,
+                max_seq_len=max_seq_len,
+                dropout=dropout,
+                use_expression_values=use_expression_values,
+                layer_norm_eps=layer_norm_eps,
+                gene_vectors=gene_vectors,
             )
             sizes = (hidden_dim, num_layers, ffn_dim)
             self.body: nn.Module = _TokenStates(embedding, sizes, dropout, layer_norm_eps)

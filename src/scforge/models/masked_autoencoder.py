@@ -211,7 +211,14 @@ class MaskedAutoencoder(Architecture):
                 f"decoder_dim={decoder_dim} is not divisible by decoder_heads={decoder_heads}; change one."
             )
         config = TransformerConfig(
-            *(encoder_dim, encoder_layers, encoder_heads, ffn_dim, dropout, activation, layer_norm_eps, norm_first),
+            hidden_dim=encoder_dim,
+            num_layers=encoder_layers,
+            num_heads=encoder_heads,
+            ffn_dim=ffn_dim,
+            dropout=dropout,
+            activation=activation,
+            layer_norm_eps=layer_norm_eps,
+            norm_first=norm_first,
             rotary=position_embedding == "rotary",
             gradient_checkpointing=gradient_checkpointing,
             unpad=unpad,
@@ -223,7 +230,13 @@ class MaskedAutoencoder(Architecture):
         self.value_loss = value_loss
         self.uses_order = position_embedding != "none" or pooling == "last"
         self.embedding = GeneExpressionEmbedding(
-            *(vocab_size, encoder_dim, max_seq_len, dropout, use_expression_values, layer_norm_eps, gene_vectors),
+            vocab_size=vocab_size,
+            hidden_dim=encoder_dim,
+            max_seq_len=max_seq_len,
+            dropout=dropout,
+            use_expression_values=use_expression_values,
+            layer_norm_eps=layer_norm_eps,
+            gene_vectors=gene_vectors,
             position_embedding=position_embedding,
         )
         self.encoder = TransformerStack(config)

@@ -166,7 +166,14 @@ class TransformerEncoder(Architecture):
                 "tokens."
             )
         config = TransformerConfig(
-            *(hidden_dim, num_layers, num_heads, ffn_dim, dropout, activation, layer_norm_eps, norm_first),
+            hidden_dim=hidden_dim,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            ffn_dim=ffn_dim,
+            dropout=dropout,
+            activation=activation,
+            layer_norm_eps=layer_norm_eps,
+            norm_first=norm_first,
             final_norm=final_norm,
             rotary=position_embedding == "rotary",
             gradient_checkpointing=gradient_checkpointing,
@@ -184,7 +191,13 @@ class TransformerEncoder(Architecture):
         self.expression_loss_weight = check_positive("expression_loss_weight", expression_loss_weight, or_zero=True)
         self.uses_order = position_embedding != "none" or pooling in ("last", "depths")
         self.embedding = GeneExpressionEmbedding(
-            *(vocab_size, hidden_dim, max_seq_len, dropout, use_expression_values, layer_norm_eps, gene_vectors),
+            vocab_size=vocab_size,
+            hidden_dim=hidden_dim,
+            max_seq_len=max_seq_len,
+            dropout=dropout,
+            use_expression_values=use_expression_values,
+            layer_norm_eps=layer_norm_eps,
+            gene_vectors=gene_vectors,
             position_embedding=position_embedding,
             value_encoder=value_encoder,
             n_value_bins=n_value_bins,

@@ -116,6 +116,16 @@ def kept_weights(trainer: lightning.Trainer, pl_module: lightning.LightningModul
     return copy_of_weights(pl_module.module)
 
 
+def worst(mode: str) -> float:
+    """Return the worst possible value of a metric in the mode ``"min"`` or ``"max"``."""
+    return math.inf if mode == "min" else -math.inf
+
+
+def is_better(value: float, other: float, mode: str) -> bool:
+    """Return whether a metric value is better than another value."""
+    return value < other if mode == "min" else value > other
+
+
 class BestWeights(Callback):
     """Keep a copy of the weights from the best epoch.
 
@@ -134,9 +144,9 @@ class BestWeights(Callback):
 
     def __init__(self, monitor: str, mode: str = "min") -> None:
         self.monitor = monitor
-        self.sign = 1 if mode == "min" else -1
+        self.mode = mode
         self.epoch = -1
-        self.value = self.sign * math.inf
+        self.value = worst(mode)
         self.state: dict[str, torch.Tensor] | None = None
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
@@ -146,8 +156,8 @@ class BestWeights(Callback):
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Copy the weights if the epoch is the best so far."""
-        value = float(trainer.callback_metrics.get(self.monitor, self.sign * math.inf))
-        if self.sign * value < self.sign * self.value:
+        value = float(trainer.callback_metrics.get(self.monitor, worst(self.mode)))
+        if is_better(value, self.value, self.mode):
             self.epoch, self.value = trainer.current_epoch, value
             self.state = kept_weights(trainer, pl_module)
 

@@ -29,8 +29,10 @@ from scforge.training.checkpoint import (
     SaveOptions,
     SaveState,
     SavingError,
+    is_better,
     kept_weights,
     restoring,
+    worst,
 )
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import (
@@ -73,7 +75,20 @@ _REMARKS = (
 
 
 class StopAfterWarmup(EarlyStopping):
-    """Early stopping that ignores the learning-rate warm-up, during which the loss may rise."""
+    """Early stopping that ignores the learning-rate warm-up, during which the loss may rise.
+
+    Parameters
+    ----------
+    monitor, mode
+        Name of the metric, and whether ``"min"`` or ``"max"`` is better.
+    patience
+        Number of epochs without improvement before training stops.
+    """
+
+    def __init__(self, monitor: str, *, mode: str = "min", patience: int) -> None:
+        # Otherwise Lightning would check at the end of the epoch and include the warm-up. The plan itself stops
+        # training if the loss is NaN.
+        super().__init__(monitor, mode=mode, patience=patience, check_finite=False, check_on_train_epoch_end=False)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Count an epoch after the warm-up."""
@@ -113,7 +128,7 @@ class SaveBest(Callback):
         self.remove = remove
         self.top_k = top_k
         self.monitor = monitor
-        self.sign = 1 if mode == "min" else -1
+        self.mode = mode
         self.first_epoch = first_epoch
         self.kept: list[tuple[float, str]] = []
 
@@ -122,14 +137,15 @@ class SaveBest(Callback):
         stops = [callback for callback in trainer.callbacks if isinstance(callback, GracefulStop)]
         if not trainer.is_last_batch and any(stop.stopped and stop.saves for stop in stops):
             return  # Ctrl-C cut the epoch short, and it will come again
-        value = float(trainer.callback_metrics.get(self.monitor, self.sign * math.inf))
-        if len(self.kept) == self.top_k and not self.sign * value < self.sign * self.kept[-1][0]:
+        value = float(trainer.callback_metrics.get(self.monitor, worst(self.mode)))
+        if len(self.kept) == self.top_k and not is_better(value, self.kept[-1][0], self.mode):
             return
         name = f"epoch={self.first_epoch + trainer.current_epoch:02d}"
         weights = kept_weights(trainer, pl_module)
         if trainer.is_global_zero:
             self.save(name, trainer.current_epoch + 1, weights)
-        self.kept = sorted([*self.kept, (value, name)], key=lambda epoch: (self.sign * epoch[0], epoch[1]))
+        sign = 1 if self.mode == "min" else -1
+        self.kept = sorted([*self.kept, (value, name)], key=lambda epoch: (sign * epoch[0], epoch[1]))
         if self.top_k < 0:
             return
         for _, surplus in self.kept[self.top_k :]:
@@ -311,10 +327,7 @@ def fit(
     if options.progress_bar:
         own.append(EpochProgress())
     if patience is not None and has_validation:
-        # At the end of the epoch Lightning would include the warm-up. The plan itself stops at a loss of NaN.
-        own.append(
-            StopAfterWarmup(monitor, mode=mode, patience=patience, check_finite=False, check_on_train_epoch_end=False)
-        )
+        own.append(StopAfterWarmup(monitor, mode=mode, patience=patience))
     if saving.best is not None:
         own.append(saving.best(monitor, mode))
     if options.logger:

@@ -93,7 +93,7 @@ def pack_cells(
     """Plan the packing of a batch of shape (B, S), or return None if the padded batch is faster.
 
     Padding is removed if it exceeds a twentieth of the positions; if `unpad` is True, always, and if False, never.
-    Cells then stand in groups of similar length, or, if `exact`, in one row, for kernels that take the boundaries of
+    Cells are then in groups of similar length, or, if `exact`, in one row, for kernels that take the boundaries of
     cells. `most` is the maximum number of positions per group, which contains at least one cell.
     """
     batch, seq = shape

@@ -165,7 +165,14 @@ class ScDiVaModel(Architecture):
         check_share("dropout", dropout)
         check_count("max_tokens", max_tokens, "tokens", least=0)
         config = TransformerConfig(
-            *(hidden_dim, num_layers, num_heads, ffn_dim, dropout, activation, layer_norm_eps, norm_style == "pre"),
+            hidden_dim=hidden_dim,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            ffn_dim=ffn_dim,
+            dropout=dropout,
+            activation=activation,
+            layer_norm_eps=layer_norm_eps,
+            norm_first=norm_style == "pre",
             norm=norm,
             bias=bias,
             final_norm=final_norm,
