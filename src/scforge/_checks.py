@@ -22,12 +22,12 @@ def check_count(argument: str, value: Any, what: str, *, least: int = 1) -> int:
     """
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole:
-        raise OptionError(f"{argument}={value!r} is not a whole number{what and f' of {what}'}.")
+        raise OptionError(f"is not a whole number{what and f' of {what}'}.", argument=argument, value=value)
     if value >= least:
         return int(value)
     if least == 1:
-        raise OptionError(f"{argument}={value!r} is not a positive number of {what}.")
-    raise OptionError(f"{argument}={value!r} is too small; pass at least {least}{what and f' {what}'}.")
+        raise OptionError(f"is not a positive number of {what}.", argument=argument, value=value)
+    raise OptionError(f"is too small; pass at least {least}{what and f' {what}'}.", argument=argument, value=value)
 
 
 def check_positive(argument: str, value: Any, *, or_zero: bool = False, hint: str = "") -> float:
@@ -35,7 +35,9 @@ def check_positive(argument: str, value: Any, *, or_zero: bool = False, hint: st
     number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and not or_zero):
         raise OptionError(
-            f"{argument}={value!r} must be {'zero or ' if or_zero else ''}a positive number{hint and f'; {hint}'}."
+            f"must be {'zero or ' if or_zero else ''}a positive number{hint and f'; {hint}'}.",
+            argument=argument,
+            value=value,
         )
     return float(value)
 
@@ -58,14 +60,15 @@ def check_mask_ratio(value: Any) -> None:
         ends = _is_share(value.get("start")) and _is_share(value.get("end"))
         if not (whole and shape and ends and set(value) <= {"start", "end", "epochs", "shape"}):
             raise OptionError(
-                f"mask_ratio={dict(value)} is not a valid schedule; pass start and end between 0 and 1, a number of "
-                "epochs, and optionally a shape ('linear' or 'cosine')."
+                "is not a valid schedule; pass start and end between 0 and 1, a number of "
+                "epochs, and optionally a shape ('linear' or 'cosine').",
+                mask_ratio=dict(value),
             )
     elif isinstance(value, Sequence) and not isinstance(value, str):
         if not value or not all(_is_share(share) for share in value):
-            raise OptionError(f"mask_ratio={list(value)!r} is not a list of fractions between 0 and 1.")
+            raise OptionError("is not a list of fractions between 0 and 1.", mask_ratio=list(value))
     elif not _is_share(value):
-        raise OptionError(f"mask_ratio={value!r} is not between 0 and 1.")
+        raise OptionError("is not between 0 and 1.", mask_ratio=value)
 
 
 def _is_share(value: Any) -> bool:
@@ -83,7 +86,7 @@ def check_bool(argument: str, value: Any) -> bool:
     scforge.errors.OptionError: append_cls='false' must be True or False.
     """
     if not isinstance(value, bool):
-        raise OptionError(f"{argument}={value!r} must be True or False.")
+        raise OptionError("must be True or False.", argument=argument, value=value)
     return value
 
 
@@ -91,14 +94,14 @@ def check_seed(value: Any) -> int:
     """Return a seed as a Python integer. Raises an error if it is not an integer from 0 to 2^63 - 1."""
     check_count("seed", value, "", least=0)
     if value >= 2**63:
-        raise OptionError(f"seed={value!r} is too large; pass a number below 2^63.")
+        raise OptionError("is too large; pass a number below 2^63.", seed=value)
     return int(value)
 
 
 def check_share(argument: str, value: Any) -> float:
     """Return `value` as a float. Raises an error if it is not a number from 0 to 1."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= float(value) <= 1:
-        raise OptionError(f"{argument}={value!r} is not a number from 0 to 1.")
+        raise OptionError("is not a number from 0 to 1.", argument=argument, value=value)
     return float(value)
 
 
@@ -106,7 +109,7 @@ def check_choice(argument: str, value: Any, known: Iterable[object]) -> str:
     """Return `value`. Raises an error if it is not one of `known`."""
     choices = list(known)
     if value not in choices:
-        raise OptionError(f"{argument}={value!r} is not known{suggest(value, choices)}")
+        raise OptionError(f"is not known{suggest(value, choices)}", argument=argument, value=value)
     return str(value)
 
 
@@ -115,8 +118,10 @@ def check_key(argument: str, key: Any) -> None:
     if key is None or (isinstance(key, str) and key and "/" not in key):
         return
     if isinstance(key, str) and key:
-        raise OptionError(f"{argument}={key!r} contains a slash, which h5ad files do not allow; use another name.")
-    raise OptionError(f"{argument}={key!r} is not a name; pass text that is not empty.")
+        raise OptionError(
+            "contains a slash, which h5ad files do not allow; use another name.", argument=argument, value=key
+        )
+    raise OptionError("is not a name; pass text that is not empty.", argument=argument, value=key)
 
 
 def check_known(
@@ -140,4 +145,4 @@ def check_known(
     names = [one for one in known if one is not None]
     if name not in names:
         end = f"; {fix}." if fix else "."
-        raise error(f"{argument}={name!r} is not in {where}{suggest(name, names, 'available')}{end}")
+        raise error(f"is not in {where}{suggest(name, names, 'available')}{end}", argument=argument, value=name)

@@ -81,7 +81,7 @@ def check_column(argument: str, key: str, obs: pd.DataFrame) -> None:
     """Raise :class:`~scforge.errors.DataError` if obs does not contain the column `key`."""
     if key not in obs:
         columns = [column for column in obs.columns if not str(column).startswith("_scvi_")]
-        raise DataError(f"{argument}={key!r} is not a column of obs{suggest(key, columns, 'available')}")
+        raise DataError(f"is not a column of obs{suggest(key, columns, 'available')}", argument=argument, value=key)
 
 
 def texts_of(values: Any, *, key: str, argument: str, fractional: bool = True) -> pd.Categorical:
@@ -112,16 +112,19 @@ def texts_of(values: Any, *, key: str, argument: str, fractional: bool = True) -
         odd = [number for number in found if np.isinf(number) or (number == number and number != np.floor(number))]
         if odd:
             raise DataError(
-                f"{argument}={key!r} contains non-integer numbers (first: {odd[0]:g}) instead of classes; bin them "
-                "with pandas.cut, or predict them with the task 'regression'."
+                f"contains non-integer numbers (first: {odd[0]:g}) instead of classes; bin them "
+                "with pandas.cut, or predict them with the task 'regression'.",
+                argument=argument,
+                value=key,
             )
     occurs = np.bincount(codes[codes >= 0], minlength=len(found)) > 0
     try:
         texts = [text_of(value) if used else None for value, used in zip(found, occurs, strict=True)]
     except TypeError as error:
         raise DataError(
-            f"{argument}={key!r} contains values of type {str(error)!r}, which have no unique text; convert the column "
-            "to text."
+            f"contains values of type {str(error)!r}, which have no unique text; convert the column to text.",
+            argument=argument,
+            value=key,
         ) from None
     names = sorted({text for text in texts if text is not None})
     number = {name: i for i, name in enumerate(names)}

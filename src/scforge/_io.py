@@ -78,8 +78,8 @@ def check_local(argument: str, path: str | os.PathLike[str]) -> None:
     """Raise an OptionError if an output is a URL, which would become a folder with the name of its protocol."""
     if found := _PROTOCOL.match(os.fspath(path)):
         raise OptionError(
-            f"{argument} begins with {found[1]}://, but scforge writes local files only; pass a path, and copy the "
-            "result."
+            f"begins with {found[1]}://, but scforge writes local files only; pass a path, and copy the result.",
+            argument=argument,
         )
 
 
@@ -89,7 +89,9 @@ def check_folder(argument: str, path: str | os.PathLike[str]) -> None:
     for place in (Path(path), *Path(path).parents):
         if place.exists() and not place.is_dir():
             raise OptionError(
-                f"{argument}={str(path)!r} cannot be a folder, because {str(place)!r} is a file; choose another path."
+                f"cannot be a folder, because {str(place)!r} is a file; choose another path.",
+                argument=argument,
+                value=str(path),
             )
 
 
@@ -102,7 +104,7 @@ def check_writable(argument: str, path: str | os.PathLike[str]) -> None:
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
-        raise OptionError(f"{argument}={str(path)!r} cannot be written ({error.strerror}).") from error
+        raise OptionError(f"cannot be written ({error.strerror}).", argument=argument, value=str(path)) from error
 
 
 def check_output(
@@ -214,8 +216,10 @@ def check_files(argument: str, folder: Path, names: Iterable[str], *, described_
         return
     if not overwrite:
         raise OptionError(
-            f"{argument}={str(folder)!r} already contains {listing(there)}; choose another folder, or pass "
-            f"{spelled('overwrite=True', '--overwrite')} to replace what scforge wrote."
+            f"already contains {listing(there)}; choose another folder, or pass "
+            f"{spelled('overwrite=True', '--overwrite')} to replace what scforge wrote.",
+            argument=argument,
+            value=str(folder),
         )
     for name in there:
         _check_replaceable(f"{argument}={str(folder / name)!r}", folder / name, overwrite=True)
@@ -226,8 +230,9 @@ def check_files(argument: str, folder: Path, names: Iterable[str], *, described_
     others = [name for name in there if not is_own or (name in sums and sums[name] != sha256_of(folder / name))]
     if others:
         raise OptionError(
-            f"{argument}={str(folder)!r} contains {listing(others)}, which scforge did not write or which has been "
-            "edited; choose another folder."
+            f"contains {listing(others)}, which scforge did not write or which has been edited; choose another folder.",
+            argument=argument,
+            value=str(folder),
         )
 
 

@@ -114,8 +114,9 @@ def run(output: str | os.PathLike[str] = "quickstart", *, overwrite: bool = Fals
     model_folder = folder / "model"
     if os.path.lexists(model_folder) and not (overwrite and is_model(model_folder)):
         raise OptionError(
-            f"output={str(folder)!r} already contains 'model'; choose another folder, or pass "
-            f"{spelled('overwrite=True', '--overwrite')} to replace what scforge wrote."
+            f"already contains 'model'; choose another folder, or pass "
+            f"{spelled('overwrite=True', '--overwrite')} to replace what scforge wrote.",
+            output=str(folder),
         )
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()

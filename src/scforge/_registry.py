@@ -102,7 +102,7 @@ class Registry[T]:
             offered = self._plugins().get(name)
             if offered is None:
                 known = self.names()
-                raise OptionError(f"{self.kind}={name!r} is not known{suggest(name, known)}")
+                raise OptionError(f"is not known{suggest(name, known)}", argument=self.kind, value=name)
             self._load(name, offered)
         if name not in self._builtin:
             self._check(name, self._entries[name])
@@ -193,10 +193,10 @@ def check_options(
     """
     for option in options:
         if option not in known:
-            wrong = f"{kind} {option!r} is unknown to {owner!r}"
-            if hints and option in hints:
-                raise OptionError(f"{wrong}; {hints[option]}.")
-            raise OptionError(f"{wrong}{suggest(option, known, most=20)}")
+            advice = f"; {hints[option]}." if hints and option in hints else suggest(option, known, most=20)
+            error = OptionError(f"{kind} {option!r} is unknown to {owner!r}{advice}")
+            error.argument = option  # the message names its kind first
+            raise error
 
 
 def check_kinds(owner: Callable[..., Any], options: Mapping[str, Any]) -> None:
@@ -206,10 +206,10 @@ def check_kinds(owner: Callable[..., Any], options: Mapping[str, Any]) -> None:
             continue
         value, kind = options[name], parameter.annotation
         if isinstance(parameter.default, bool) and not isinstance(value, bool):
-            raise OptionError(f"{name}={value!r} must be True or False.")
+            raise OptionError("must be True or False.", argument=name, value=value)
         # What None means, the owner knows.
         if kind in ("str", "str | None", str, str | None) and not isinstance(value, str | None):
-            raise OptionError(f"{name}={value!r} must be text.")
+            raise OptionError("must be text.", argument=name, value=value)
 
 
 def check_defines(what: str, entry: object, members: Sequence[str]) -> None:

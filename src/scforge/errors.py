@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterable
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Self
 
 __all__ = [
     "ConfigError",
@@ -79,6 +80,9 @@ def _not_the_user() -> tuple[str, ...]:
 _NOT_THE_USER = _not_the_user()
 
 
+_NOT_GIVEN = object()
+
+
 class ScforgeError(Exception):
     """Base class for all errors that scforge raises for problems that the user can fix.
 
@@ -92,6 +96,23 @@ class ScforgeError(Exception):
     Read the message, which names the argument, its value and the fix. Catch this class to catch all of these errors.
     Any other exception raised by scforge is a bug; please report it.
 
+    Parameters
+    ----------
+    problem
+        What is wrong, and the fix.
+    argument, value
+        Name of the argument that caused the error, and its value. The message begins with what is given of them:
+        ``argument=value problem``.
+    **named
+        The same in short form, e.g. ``batch_size=0`` for ``argument="batch_size", value=0``.
+
+    Attributes
+    ----------
+    argument : str or None
+        Name of the argument or option that caused the error.
+    value : object
+        Its value, if the message shows it.
+
     Examples
     --------
     >>> from scforge.data import open_cells
@@ -102,8 +123,23 @@ class ScforgeError(Exception):
     MissingFileError: the file 'cells.h5ad' does not exist.
     """
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*(redacted(one) if isinstance(one, str) else one for one in args))
+    def __init__(
+        self, problem: str, /, argument: str | None = None, value: object = _NOT_GIVEN, **named: object
+    ) -> None:
+        if named:
+            ((argument, value),) = named.items()
+        subject = argument or ""
+        if value is not _NOT_GIVEN:
+            subject += f"={value!r}" if argument else repr(value)
+        gap = " " if subject and problem[:1] not in ",:;[" else ""
+        super().__init__(redacted(f"{subject}{gap}{problem}"))
+        self.problem, self.argument = problem, argument
+        self.value = None if value is _NOT_GIVEN else value
+
+    def located(self, place: str) -> Self:
+        """Return the error with the location of an option, e.g. a line of a file, before its message."""
+        self.args = (f"{place}{self}",)
+        return self
 
 
 class ConfigError(ScforgeError, ValueError):

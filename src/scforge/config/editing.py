@@ -50,7 +50,7 @@ def init_config(
     text = recipe_path(recipe).read_text(encoding="utf-8")
     path = Path(f"{recipe}.yaml" if output is None else output)
     if path.suffix == ".toml":
-        raise ConfigError(f"output={str(path)!r} must end in .yaml, because recipes are YAML files.")
+        raise ConfigError("must end in .yaml, because recipes are YAML files.", output=str(path))
     check_output("output", path, overwrite=overwrite)
     atomic_write_text(path, text, overwrite=overwrite, argument="output")
     return path

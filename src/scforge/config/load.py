@@ -252,21 +252,21 @@ def _canonical(content: Mapping[str, Any], source: Source) -> dict[str, Any]:
 
 
 def _read(path: Path) -> tuple[Mapping[str, Any], Source]:
-    name = repr(str(path))
+    name = str(path)
     check_regular(path, ConfigError)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"config={name} cannot be read: {reason}; pass a YAML or TOML file.") from None
+        raise ConfigError(f"cannot be read: {reason}; pass a YAML or TOML file.", config=name) from None
     if path.suffix == ".toml":
         content, root = parse_toml(text, where=str(path)), None
     else:
         content, root = parse_yaml(text, where=str(path))
     if content is None:
-        raise ConfigError(f"config={name} is empty; add at least a data section with paths.")
+        raise ConfigError("is empty; add at least a data section with paths.", config=name)
     if not isinstance(content, Mapping):
-        raise ConfigError(f"config={name} contains {shown(content)} instead of sections such as data and training.")
+        raise ConfigError(f"contains {shown(content)} instead of sections such as data and training.", config=name)
     return content, Source(str(path), root)
 
 
@@ -280,7 +280,7 @@ def _parse_override(override: str) -> tuple[dict[str, Any], Source]:
     name, equals, text = override.partition("=")
     keys = [key.strip() for key in name.split(".")]
     if not equals or not all(keys):
-        raise ConfigError(f"override={override!r} is not an option; write it as section.option=value.")
+        raise ConfigError("is not an option; write it as section.option=value.", override=override)
     shown_override = f"{name}={SECRET}" if "storage_option" in name else override
     where = f"override {shown_override!r}"
     content, root = parse_yaml(text, where=where)

@@ -728,8 +728,7 @@ def _mask_ratio(value: Any) -> Any:
     try:
         check_mask_ratio(value)
     except OptionError as error:
-        # The message of a configuration names the option and the value itself.
-        raise ValueError(str(error).split("=", 1)[1].removeprefix(f"{value!r} ")) from None
+        raise ValueError(error.problem) from None  # the message of a configuration names option and value itself
     return value
 
 

@@ -115,7 +115,10 @@ class CellBlock:
             matrix = canonical(matrix)
         sums = row_sums(matrix)
         if totals is not None and np.shape(totals) != sums.shape:
-            raise DataError(f"totals has shape {np.shape(totals)}, but there are {len(sums)} cells; pass one per cell.")
+            raise DataError(
+                f"has shape {np.shape(totals)}, but there are {len(sums)} cells; pass one per cell.",
+                argument="totals",
+            )
         return cls(
             indptr=matrix.indptr.astype(np.int64),
             genes=matrix.indices.astype(np.int32, copy=False),
@@ -413,7 +416,7 @@ def column_of(obs: pd.DataFrame | None, key: str) -> pd.Series:
     """Return a column of a cell table. Raises a :class:`~scforge.errors.DataError` if it is missing."""
     columns = [] if obs is None else [str(column) for column in obs.columns if not str(column).startswith("_scvi_")]
     if obs is None or key not in obs:
-        raise DataError(f"{key!r} is not a column of obs{suggest(key, columns, 'available')}")
+        raise DataError(f"is not a column of obs{suggest(key, columns, 'available')}", value=key)
     values = obs[key]
     if isinstance(values.dtype, np.dtype) and not values.dtype.isnative:  # pandas selects no rows of it
         return values.astype(values.dtype.newbyteorder("="))
@@ -433,6 +436,6 @@ def named_column(cells: Cells, key: str, *, argument: str | None) -> pd.Series:
     try:
         return cells.column(key)
     except DataError as error:
-        if argument is None or not str(error).startswith(repr(key)):
+        if argument is None or error.value != key:
             raise
-        raise DataError(f"{argument}={error}") from error
+        raise DataError(error.problem, argument=argument, value=key) from error

@@ -93,10 +93,12 @@ class CensusQuery:
 
     def __post_init__(self) -> None:
         if not isinstance(self.filters, Mapping | str | None):
-            raise OptionError(f"filters={self.filters!r} must be a dict of columns and values, or a SOMA value_filter.")
+            raise OptionError("must be a dict of columns and values, or a SOMA value_filter.", filters=self.filters)
         for column, values in self._values.items():
             if not values:
-                raise OptionError(f"filters[{column!r}]=[] is empty; pass at least one value, or remove the key.")
+                raise OptionError(
+                    f"[{column!r}]=[] is empty; pass at least one value, or remove the key.", argument="filters"
+                )
         listed_columns(self.obs)
 
     @property
@@ -314,7 +316,7 @@ def _opened(query: CensusQuery) -> tuple[str, str, Any]:
             release = client.get_census_version_description(version)["release_build"]
         except ValueError as error:
             releases = list(client.get_census_version_directory())
-            raise OptionError(f"census_version={version!r} is unknown{suggest(version, releases)}") from error
+            raise OptionError(f"is unknown{suggest(version, releases)}", census_version=version) from error
         root = client.open_soma(census_version=version, tiledb_config=config)
     return f"census:{release}/{query.organism}", release, root
 
@@ -362,7 +364,10 @@ def best_names(var: pd.DataFrame, vocab: GeneVocab | None) -> str:
     columns = {name: column for name, column in text_columns(var).items() if name is not None}
     candidates = [name for name in _NAMES if name in columns] or list(columns)
     if not candidates:
-        raise DataError("var has no text column with gene names; set gene_key to the column that contains the names.")
+        raise DataError(
+            "has no text column with gene names; set gene_key to the column that contains the names.",
+            argument="var",
+        )
     if vocab is None:
         return candidates[0]
 

@@ -195,7 +195,7 @@ def check_is_adata(adata: Any, *, argument: str = "adata") -> None:
             hint = "open several files with scforge.data.open_cells([...]), or read them with scforge.data.read_h5ad"
         if kind == "MuData":
             hint = "call setup_mudata, or pass one of its modalities, mdata.mod[...]"
-        raise OptionError(f"{argument} is of type {kind!r}; {hint}.")
+        raise OptionError(f"is of type {kind!r}; {hint}.", argument=argument)
 
 
 def check_adata(adata: Any, *, argument: str = "adata") -> None:
@@ -204,9 +204,14 @@ def check_adata(adata: Any, *, argument: str = "adata") -> None:
 
     check_is_adata(adata, argument=argument)
     if adata.n_obs == 0 or adata.n_vars == 0:
-        raise DataError(f"{argument} is empty ({adata.n_obs} cells x {adata.n_vars} genes); pass non-empty data.")
+        raise DataError(
+            f"is empty ({adata.n_obs} cells x {adata.n_vars} genes); pass non-empty data.", argument=argument
+        )
     if not isinstance(adata.obs, pd.DataFrame):
-        raise DataError(f"{argument} was read lazily and is not in memory; load it with {argument}.to_memory() first.")
+        raise DataError(
+            f"was read lazily and is not in memory; load it with {argument}.to_memory() first.",
+            argument=argument,
+        )
 
 
 def listed_columns(obs: Any) -> list[str] | None:
@@ -214,7 +219,7 @@ def listed_columns(obs: Any) -> list[str] | None:
     if obs is None:
         return None
     if isinstance(obs, str) or not isinstance(obs, Iterable):
-        raise OptionError(f"obs={obs!r} is not a list of columns; pass e.g. obs=['cell_type'].")
+        raise OptionError("is not a list of columns; pass e.g. obs=['cell_type'].", obs=obs)
     return list(obs)
 
 
@@ -223,9 +228,13 @@ def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
     if key is None:
         return
     if not isinstance(key, str | int):
-        raise OptionError(f"{argument}={key!r} is of type {type(key).__name__!r}; pass the name of one column of obs.")
+        raise OptionError(
+            f"is of type {type(key).__name__!r}; pass the name of one column of obs.", argument=argument, value=key
+        )
     if key in adata.obs and adata.obs[key].ndim > 1:
-        raise DataError(f"{argument}={key!r} is the name of several columns of adata.obs; rename all but one of them.")
+        raise DataError(
+            "is the name of several columns of adata.obs; rename all but one of them.", argument=argument, value=key
+        )
     if key not in adata.obs:
         columns = [column for column in adata.obs.columns if not str(column).startswith("_scvi_")]
         check_known(argument, key, columns, "adata.obs")
@@ -235,9 +244,10 @@ def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
         measured = adata.obs[key].dtype.kind == "f" and any("." in name for name in names)
         if (measured and len(names) > max(_FEW_VALUES, n_cells // 2)) or names_each_cell(texts):
             raise DataError(
-                f"batch_key={key!r} has {len(names):,} different values in {adata.n_obs:,} cells (first: "
+                f"has {len(names):,} different values in {adata.n_obs:,} cells (first: "
                 f"{texts.dropna()[0]}) and does not look like a batch column; choose another column, omit batch_key, "
-                "or bin the values, e.g. with pandas.cut."
+                "or bin the values, e.g. with pandas.cut.",
+                batch_key=key,
             )
 
 

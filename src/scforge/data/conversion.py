@@ -238,7 +238,7 @@ def _check_apart(target: Path, streams: Sequence[ChunkReader]) -> None:
         source = Path(address).resolve()
         overlaps = target == source or target in source.parents or source in target.parents
         if overlaps and address and not is_url(address):
-            raise OptionError(f"path={str(target)!r} overlaps with the source {address!r}; choose another path.")
+            raise OptionError(f"overlaps with the source {address!r}; choose another path.", path=str(target))
 
 
 @contextlib.contextmanager

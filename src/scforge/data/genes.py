@@ -58,7 +58,8 @@ def sum_columns(matrix: sparse.csr_matrix, columns: np.ndarray, n_columns: int) 
     matrix = sound_csr(matrix, "matrix")
     if matrix.shape[1] != len(columns):
         raise DataError(
-            f"matrix has {matrix.shape[1]} columns, but columns has {len(columns)} entries; pass one per column."
+            f"has {matrix.shape[1]} columns, but columns has {len(columns)} entries; pass one per column.",
+            argument="matrix",
         )
     places = columns[matrix.indices]
     keep = places >= 0

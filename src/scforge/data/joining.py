@@ -36,7 +36,7 @@ def join_obs(streams: Sequence[ChunkReader], wanted: Sequence[str] | None) -> pd
         If `wanted` contains a column twice, or a column that scforge adds.
     """
     if wanted is not None and len(set(wanted) - set(OWN_COLUMNS)) < len(wanted):
-        raise OptionError(f"obs={list(wanted)!r} contains a duplicate, or a column that scforge adds; remove it.")
+        raise OptionError("contains a duplicate, or a column that scforge adds; remove it.", obs=list(wanted))
     tables, names = [], []
     for stream in streams:
         obs = stream.obs(None if wanted is None else list(wanted))
@@ -76,7 +76,9 @@ def check_columns(obs: pd.DataFrame, source: str) -> None:
     """Raise a DataError if the columns of a cell table do not have unique names."""
     if not obs.columns.is_unique:
         twice = obs.columns[obs.columns.duplicated()][0]
-        raise DataError(f"obs of {source!r} contains the column {twice!r} more than once; rename the duplicates.")
+        raise DataError(
+            f"of {source!r} contains the column {twice!r} more than once; rename the duplicates.", argument="obs"
+        )
 
 
 def _unique(names: pd.Index, sources: np.ndarray, rows: np.ndarray) -> pd.Index:

@@ -60,7 +60,10 @@ class StreamingMedians:
             If a count is larger than the total of its cell.
         """
         if not _fill(self._counts, block.indptr, block.genes, block.counts, block.totals):
-            raise DataError("block contains a count that is not positive or exceeds its cell's total; pass raw counts.")
+            raise DataError(
+                "contains a count that is not positive or exceeds its cell's total; pass raw counts.",
+                argument="block",
+            )
 
     def medians(self) -> np.ndarray:
         """Return the medians, float64, shape (n_genes,); 1 for genes that no cell expresses."""

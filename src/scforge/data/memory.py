@@ -29,7 +29,7 @@ def parse_bytes(argument: str, value: Any) -> int:
             return int(float(match[1]) * _UNITS[match[2].lower()])
     elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
-    raise OptionError(f"{argument}={value!r} is not a valid size; pass e.g. '4GB', or a number of bytes.")
+    raise OptionError("is not a valid size; pass e.g. '4GB', or a number of bytes.", argument=argument, value=value)
 
 
 def available_memory() -> int | None:

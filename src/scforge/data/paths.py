@@ -61,13 +61,15 @@ def check_url(url: str, storage_options: Mapping[str, Any] | None = None) -> str
     option, variable = _ENDPOINTS.get(scheme, ("", ""))
     if option in given:
         raise OptionError(
-            f"storage_options contains {option!r}, a server that would get your credentials for {url!r}; remove it, or "
-            f"set the environment variable {variable}."
+            f"contains {option!r}, a server that would get your credentials for {url!r}; remove it, or "
+            f"set the environment variable {variable}.",
+            argument="storage_options",
         )
     if others := sorted(_OTHER_PLACES & given):
         raise OptionError(
-            f"storage_options contains {listing(others)}, which names another place than {url!r}; pass only options of "
-            f"the protocol {scheme!r}."
+            f"contains {listing(others)}, which names another place than {url!r}; pass only options of "
+            f"the protocol {scheme!r}.",
+            argument="storage_options",
         )
     return scheme
 
@@ -138,20 +140,20 @@ def check_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
     """Return the absolute path of the store, which does not exist yet or may be replaced."""
     name = os.fspath(path)
     if is_url(name):
-        raise OptionError(f"path={name!r} is a URL; convert to a local folder, and then upload the store.")
+        raise OptionError("is a URL; convert to a local folder, and then upload the store.", path=name)
     target = Path(name).resolve()
     check_folder("path", target)
     if target.suffix in _FILES and not target.is_dir():
-        raise OptionError(f"path={name!r} has a file extension, but a store is a folder; choose e.g. 'store.zarr'.")
+        raise OptionError("has a file extension, but a store is a folder; choose e.g. 'store.zarr'.", path=name)
     if target.exists():
         if not holds_store(target) and any(target.iterdir()):
-            raise OptionError(f"path={str(target)!r} exists and is not a store; choose another name, or remove it.")
+            raise OptionError("exists and is not a store; choose another name, or remove it.", path=str(target))
         if not overwrite:
             how = spelled("overwrite=True", "--overwrite")
-            raise OptionError(f"path={str(target)!r} exists; pass {how} or choose another name.")
+            raise OptionError(f"exists; pass {how} or choose another name.", path=str(target))
         if others := others_in_store(target):
             raise OptionError(
-                f"path={str(target)!r} contains {listing(others)}, which scforge did not write; move it, or choose "
-                "another name."
+                f"contains {listing(others)}, which scforge did not write; move it, or choose another name.",
+                path=str(target),
             )
     return target

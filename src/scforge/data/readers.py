@@ -114,7 +114,7 @@ class StoredAdata:
             check_modality(modality, list(file["mod"]), path)
             opened = cls(path, file[f"mod/{modality}"], file, str(modality))
         elif modality is not None:
-            raise OptionError(f"modality={modality!r} has no effect, because {path!r} has no modalities; omit it.")
+            raise OptionError(f"has no effect, because {path!r} has no modalities; omit it.", modality=modality)
         else:
             opened = cls(path, file)
         tables = [opened.file.get(name) for name in ("obs", "var")]
@@ -202,7 +202,7 @@ def shared_columns(obs: pd.DataFrame, modality: str, names: pd.Index, own: Seque
 def missing_column(column: str, source: str, columns: Sequence[str]) -> DataError:
     """Return the error for a missing obs column."""
     shown = [name for name in columns if not str(name).startswith("_scvi_")]
-    return DataError(f"obs of {source!r} has no column {column!r}{suggest(column, shown, 'available')}")
+    return DataError(f"of {source!r} has no column {column!r}{suggest(column, shown, 'available')}", argument="obs")
 
 
 def chosen_columns(obs: pd.DataFrame, columns: Sequence[str] | None, source: str) -> pd.DataFrame:
@@ -464,7 +464,7 @@ def open_streams(
     names = [identity_of(stream) for stream in opened]
     if len(set(names)) < len(names):
         twice = next(stream.name for i, stream in enumerate(opened) if names[i] in names[:i])
-        raise OptionError(f"source contains {twice!r} twice; pass each file once.")
+        raise OptionError(f"contains {twice!r} twice; pass each file once.", argument="source")
     return opened
 
 
@@ -491,13 +491,14 @@ def _open_object(source: Any, layer: str | None, modality: str | None) -> ChunkR
         return AdataStream(adata, layer, shared=shared)
     check_is_adata(source, argument="source")
     if modality is not None:
-        raise OptionError(f"modality={modality!r} has no effect for an AnnData, which has no modalities; omit it.")
+        raise OptionError("has no effect for an AnnData, which has no modalities; omit it.", modality=modality)
     if not source.isbacked:
         return AdataStream(source, layer)
     if source.is_view:
         raise DataError(
-            f"adata is a view of an AnnData backed by {str(source.filename)!r}; load the AnnData with "
-            "adata.to_memory() before selecting cells or genes."
+            f"is a view of an AnnData backed by {str(source.filename)!r}; load the AnnData with "
+            "adata.to_memory() before selecting cells or genes.",
+            argument="adata",
         )
     return BackedStream(source, layer)
 

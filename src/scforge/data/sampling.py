@@ -396,8 +396,8 @@ class EpochPlan:
             # Another rank must have as many batches.
             if most > min(stop - start for start, stop in spans):
                 raise OptionError(
-                    f"max_tokens_per_batch={most_tokens} requires {most} batches, one per cell; increase "
-                    "max_tokens_per_batch."
+                    f"requires {most} batches, one per cell; increase max_tokens_per_batch.",
+                    max_tokens_per_batch=most_tokens,
                 )
             # Passes in other threads may find it out, too: they write the same.
             self._packed[number] = most
@@ -482,12 +482,13 @@ class CellOrder:
         balance: Balance | None = None,
     ) -> None:
         if not len(rows):
-            raise OptionError("rows is empty; pass at least one position.")
+            raise OptionError("is empty; pass at least one position.", argument="rows")
         self.rows = np.ascontiguousarray(rows, dtype=np.int64)
         pieces = (self.rows[start : start + _PIECE + 1] for start in range(0, len(rows) - 1, _PIECE))
         if shuffle and not all((piece[1:] > piece[:-1]).all() for piece in pieces):
             raise OptionError(
-                "rows is not in ascending order or contains duplicates; to shuffle the cells, pass numpy.unique(rows)."
+                "is not in ascending order or contains duplicates; to shuffle the cells, pass numpy.unique(rows).",
+                argument="rows",
             )
         self.index_type = np.uint32 if len(rows) < 2**32 else np.uint64
         self.lengths = None if lengths is None else np.asarray(lengths)
@@ -514,11 +515,11 @@ class CellOrder:
             size = check_count("batch_size", size, "cells")
         if budget is not None:
             if self.lengths is None:
-                raise OptionError(f"max_tokens_per_batch={budget} requires lengths, the number of tokens of each cell.")
+                raise OptionError("requires lengths, the number of tokens of each cell.", max_tokens_per_batch=budget)
             if (longest := int(self.lengths.max())) > budget:
                 raise OptionError(
-                    f"max_tokens_per_batch={budget} is too small for a cell with {longest} tokens; pass at least "
-                    f"{longest}."
+                    f"is too small for a cell with {longest} tokens; pass at least {longest}.",
+                    max_tokens_per_batch=budget,
                 )
             fit = int(budget // max(1.0, float(self.lengths.mean())))  # an estimate
             size = fit if size is None else min(fit, size)
@@ -527,7 +528,8 @@ class CellOrder:
         least, most = n // world_size, -(-n // world_size)
         if least == 0:
             raise OptionError(
-                f"rows has {n} cells, which are too few for world_size={world_size}; use more cells or fewer ranks."
+                f"has {n} cells, which are too few for world_size={world_size}; use more cells or fewer ranks.",
+                argument="rows",
             )
         n_batches = -(-most // size)
         if window_cells is not None:
@@ -544,7 +546,7 @@ class CellOrder:
             self.piece_cells, self.pieces_per_window = self.window_cells, 1
             self.n_pieces = -(-most // self.window_cells)
         elif n_batches > least:
-            raise OptionError(f"batch_size=1 cannot be divided among world_size={world_size} ranks; raise batch_size.")
+            raise OptionError(f"cannot be divided among world_size={world_size} ranks; raise batch_size.", batch_size=1)
         self.n_windows = -(-self.n_pieces // self.pieces_per_window)
 
     def set_epoch(self, epoch: int) -> None:
@@ -602,17 +604,19 @@ class CellOrder:
         for name, value in self._identity.items():
             if (there := state.get(name)) != value:
                 raise OptionError(
-                    f"state is from a different order of cells: its {name} is {there!r}, expected {value!r}; pass the "
-                    "state of the same order."
+                    f"is from a different order of cells: its {name} is {there!r}, expected {value!r}; pass the "
+                    "state of the same order.",
+                    argument="state",
                 )
         if missing := {"epoch", "position"} - state.keys():
-            raise OptionError(f"state has no {missing.pop()}; pass the output of state_dict.")
+            raise OptionError(f"has no {missing.pop()}; pass the output of state_dict.", argument="state")
         self.epoch = state["epoch"]
         n_batches = len(self)
         if not 0 <= state["position"] <= n_batches:
             raise OptionError(
-                f"state has position {state['position']}, but an epoch has {n_batches} batches; pass the state of the "
-                "same order."
+                f"has position {state['position']}, but an epoch has {n_batches} batches; pass the state of the "
+                "same order.",
+                argument="state",
             )
         self.position = state["position"]
         self._loaded = (self.epoch, self.position)

@@ -150,7 +150,7 @@ def convert_once(
     from scforge.data.conversion import convert
 
     if is_url(os.fspath(cache)):
-        raise OptionError(f"cache={os.fspath(cache)!r} is a URL; pass a folder on a local disk.")
+        raise OptionError("is a URL; pass a folder on a local disk.", cache=os.fspath(cache))
     path = Path(cache)
     for stream in streams if obs else ():
         stream.obs(obs)
@@ -190,7 +190,7 @@ def _is_fresh(path: Path, streams: Sequence[ChunkReader], options: Mapping[str, 
         if read_vocab(open_group(path)).genes == union_vocab(streams, options["gene_key"]).genes:
             return True
         problem = "was converted with different genes"
-    raise OptionError(f"cache={str(path)!r} {problem}; pass another folder.")
+    raise OptionError(f"{problem}; pass another folder.", cache=str(path))
 
 
 def open_cells(
@@ -327,7 +327,9 @@ def _check_unused(place: str, **options: Any) -> None:
     for name, value in options.items():
         if value is not None:
             raise OptionError(
-                f"{name}={value!r} has no effect, because {name} is set when {place} is created; omit {name}."
+                f"has no effect, because {name} is set when {place} is created; omit {name}.",
+                argument=name,
+                value=value,
             )
 
 
@@ -383,7 +385,7 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     if len(files) == 1:
         return parts[str(files[0])]
     if len(parts) < len(files):
-        raise OptionError("paths contains the same file twice; pass each file once.")
+        raise OptionError("contains the same file twice; pass each file once.", argument="paths")
     parts = {
         path: part if part.var_names.is_unique else join_columns(part, f"var_names of {path!r}")
         for path, part in parts.items()

@@ -60,11 +60,11 @@ def split_cells(
     (3, 3)
     """
     if not isinstance(validation_size, numbers.Real) or not 0 <= validation_size < 1:
-        raise OptionError(f"validation_size={validation_size!r} must be at least 0 and less than 1.")
+        raise OptionError("must be at least 0 and less than 1.", validation_size=validation_size)
     if rows is not None:
         rows = np.unique(rows)
         if rows.size and (rows.dtype.kind not in "iu" or not 0 <= rows[0] <= rows[-1] < n_cells):
-            raise OptionError(f"rows={rows!r} contains a value that is not a cell position from 0 to {n_cells - 1}.")
+            raise OptionError(f"contains a value that is not a cell position from 0 to {n_cells - 1}.", rows=rows)
         rows = rows.astype(np.int64)
     codes, names = (None, None) if groups is None else _codes(groups, n_cells, rows)
     if codes is None or names is None or validation_size == 0:
@@ -74,13 +74,16 @@ def split_cells(
             n_validation = 1
         if n_validation >= n:
             raise OptionError(
-                f"validation_size={validation_size} leaves none of the {n} cells for training; reduce validation_size."
+                f"leaves none of the {n} cells for training; reduce validation_size.", validation_size=validation_size
             )
         order = np.random.default_rng(seed).permutation(n)
         train, validation = np.sort(order[n_validation:]), np.sort(order[:n_validation])
     else:
         if len(names) < 2:
-            raise DataError(f"groups contains only one group, {str(names[0])!r}; use two or more, or split by cell.")
+            raise DataError(
+                f"contains only one group, {str(names[0])!r}; use two or more, or split by cell.",
+                argument="groups",
+            )
         held_out = _hold_out(np.bincount(codes), validation_size, seed)
         train, validation = np.flatnonzero(~held_out[codes]), np.flatnonzero(held_out[codes])
     return (train, validation) if rows is None else (rows[train], rows[validation])
@@ -91,7 +94,7 @@ def _codes(groups: Any, n_cells: int, rows: np.ndarray | None) -> tuple[np.ndarr
     import pandas as pd
 
     if len(groups) != n_cells:
-        raise OptionError(f"groups has {len(groups)} values for {n_cells} cells; pass one value per cell.")
+        raise OptionError(f"has {len(groups)} values for {n_cells} cells; pass one value per cell.", argument="groups")
     from scforge._columns import texts_of
 
     values = pd.Series(groups)
@@ -104,8 +107,9 @@ def _codes(groups: Any, n_cells: int, rows: np.ndarray | None) -> tuple[np.ndarr
     if without.any():
         first = np.flatnonzero(without)[0] if rows is None else rows[without][0]
         raise DataError(
-            f"groups (split_by) is missing for {without.sum()} of {len(codes)} cells, e.g. cell {first}; fill in the "
-            "values or drop these cells."
+            f"(split_by) is missing for {without.sum()} of {len(codes)} cells, e.g. cell {first}; fill in the "
+            "values or drop these cells.",
+            argument="groups",
         )
     return codes, names
 

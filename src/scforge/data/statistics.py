@@ -216,8 +216,9 @@ def kept_genes(names: Iterable[str], vocab: GeneVocab, what: str) -> np.ndarray:
     if unknown := [name for name, index in zip(listed, indices, strict=True) if index < 0]:
         all_names = [*vocab.genes, *(vocab.symbols or ())]
         raise OptionError(
-            f"keep_genes contains {listing(unknown)}, but only genes of {what} can be kept"
-            f"{did_you_mean(unknown[0], all_names) or '; remove the others.'}"
+            f"contains {listing(unknown)}, but only genes of {what} can be kept"
+            f"{did_you_mean(unknown[0], all_names) or '; remove the others.'}",
+            argument="keep_genes",
         )
     return np.unique(indices)
 

@@ -435,8 +435,9 @@ class _Store:
         for column in [column for column in available if column != SOURCE] if columns is None else columns:
             if column not in available:
                 raise DataError(
-                    f"obs contains {column!r}, which is not a column of {self.place!r}"
-                    f"{suggest(column, available, 'available')}"
+                    f"contains {column!r}, which is not a column of {self.place!r}"
+                    f"{suggest(column, available, 'available')}",
+                    argument="obs",
                 )
             parts = [self._read(dataset, "obs", column) for dataset in self._datasets]
             if all(isinstance(part, pd.Categorical) for part in parts):

@@ -197,15 +197,17 @@ class GeneVocab:
             raise DataError("genes=[] contains no gene; a vocabulary needs at least one.")
         if len(set(self.genes)) < len(self.genes):
             twice = next(gene for gene, count in Counter(self.genes).items() if count > 1)
-            raise DataError(f"genes contains {twice!r} twice; genes of a vocabulary must be unique.")
+            raise DataError(f"contains {twice!r} twice; genes of a vocabulary must be unique.", argument="genes")
         tokens = self.special_tokens
         if tokens[:1] != (PAD_TOKEN,) or MASK_TOKEN not in tokens or len(set(tokens)) < len(tokens):
             raise DataError(
-                f"special_tokens={tokens!r} must start with {PAD_TOKEN!r}, contain {MASK_TOKEN!r}, and have no "
-                "duplicates."
+                f"must start with {PAD_TOKEN!r}, contain {MASK_TOKEN!r}, and have no duplicates.", special_tokens=tokens
             )
         if special := set(self.genes) & {*SPECIAL_TOKENS, *tokens}:
-            raise DataError(f"genes contains {special.pop()!r}, which is the name of a special token; rename the gene.")
+            raise DataError(
+                f"contains {special.pop()!r}, which is the name of a special token; rename the gene.",
+                argument="genes",
+            )
         for name in ("symbols", "medians", "entropies"):
             column = getattr(self, name)
             if column is not None and len(column) != len(self.genes):
@@ -213,18 +215,26 @@ class GeneVocab:
         if self.medians is not None:
             medians = np.array(self.medians, dtype=np.float64)
             if not (np.isfinite(medians).all() and (medians > 0).all()):
-                raise DataError("medians contains a value that is not positive; remove genes without a median.")
+                raise DataError(
+                    "contains a value that is not positive; remove genes without a median.", argument="medians"
+                )
             medians.setflags(write=False)
             object.__setattr__(self, "medians", medians)
         if self.entropies is not None:
             entropies = np.array(self.entropies, dtype=np.float64)
             if not ((entropies >= 0) & (entropies <= 1)).all():
-                raise DataError("entropies contains a value outside 0 to 1; compute them with measure_entropies.")
+                raise DataError(
+                    "contains a value outside 0 to 1; compute them with measure_entropies.",
+                    argument="entropies",
+                )
             entropies.setflags(write=False)
             object.__setattr__(self, "entropies", entropies)
         if self.aliases is not None:
             if unknown := set(self.aliases.values()).difference(self.genes):
-                raise DataError(f"aliases refers to {unknown.pop()!r}, which is not among the genes; remove the alias.")
+                raise DataError(
+                    f"refers to {unknown.pop()!r}, which is not among the genes; remove the alias.",
+                    argument="aliases",
+                )
             object.__setattr__(self, "aliases", MappingProxyType(dict(self.aliases)) if self.aliases else None)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -255,7 +265,9 @@ class GeneVocab:
 
         names = listed_names("genes", genes)
         if n_missing := sum(name is None or name is pd.NA or name != name for name in names):
-            raise DataError(f"genes has {n_missing} missing names; fill in the names or remove these genes.")
+            raise DataError(
+                f"has {n_missing} missing names; fill in the names or remove these genes.", argument="genes"
+            )
         return cls(tuple(str(name) for name in names), release=release)
 
     @classmethod
@@ -295,7 +307,7 @@ class GeneVocab:
         """
         if name not in NAMED_VOCABS:
             shipped = suggest(name, list_vocabs(), "shipped")
-            raise OptionError(f"vocab={name!r} is neither a shipped vocabulary nor a file{shipped}")
+            raise OptionError(f"is neither a shipped vocabulary nor a file{shipped}", vocab=name)
         if name in (_BOTH, _SUMMED):
             return _orthologs(name)
         return _with_shared_symbols() if name == _SYMBOLS else _annotation(name)
@@ -412,11 +424,15 @@ class GeneVocab:
         """
         given = np.asarray(indices)
         if given.dtype == bool and len(given) != self.n_genes:
-            raise OptionError(f"indices is a mask of {len(given)} genes, but the vocabulary has {self.n_genes} genes.")
+            raise OptionError(
+                f"is a mask of {len(given)} genes, but the vocabulary has {self.n_genes} genes.",
+                argument="indices",
+            )
         chosen = np.flatnonzero(given) if given.dtype == bool else given
         if (wrong := chosen[~np.isin(chosen, np.arange(self.n_genes))]).size:
             raise OptionError(
-                f"indices contains {wrong[0]}, which is not a gene index; pass indices from 0 to {self.n_genes - 1}."
+                f"contains {wrong[0]}, which is not a gene index; pass indices from 0 to {self.n_genes - 1}.",
+                argument="indices",
             )
         chosen = chosen.astype(np.int64)
         genes = tuple(self.genes[index] for index in chosen)
@@ -460,9 +476,10 @@ class GeneVocab:
             shared |= other.gene_indices(self.symbols) >= 0
         if not shared.any():
             raise DataError(
-                f"other shares no gene with this vocabulary. It contains {other.kind} such as {other.genes[0]!r}, but "
+                f"shares no gene with this vocabulary. It contains {other.kind} such as {other.genes[0]!r}, but "
                 f"this vocabulary contains {self.kind} such as {self.genes[0]!r}; convert the identifiers, e.g. with "
-                "scforge.data.convert_gene_ids."
+                "scforge.data.convert_gene_ids.",
+                argument="other",
             )
         chosen = other.chosen_from_data and not self.chosen_from_data
         return replace(self.subset(shared), release=f"{self.release}, {FROM_DATA}" if chosen else self.release)
@@ -491,7 +508,10 @@ class GeneVocab:
         tokens = self.tokens
         numbers = [int(i) for i in ids]
         if wrong := [i for i in numbers if not 0 <= i < len(tokens)]:
-            raise OptionError(f"ids contains {wrong[0]}, which is not a token id; use ids from 0 to {len(tokens) - 1}.")
+            raise OptionError(
+                f"contains {wrong[0]}, which is not a token id; use ids from 0 to {len(tokens) - 1}.",
+                argument="ids",
+            )
         return [tokens[i] for i in numbers]
 
     def token_id(self, token: str) -> int | None:
@@ -618,7 +638,7 @@ def open_vocab(vocab: str | os.PathLike[str] | GeneVocab) -> GeneVocab:
         return vocab
     if not isinstance(vocab, str | os.PathLike):
         kind = type(vocab).__name__
-        raise OptionError(f"vocab is a {kind}; pass a name, a file, or GeneVocab.from_genes(names).")
+        raise OptionError(f"is a {kind}; pass a name, a file, or GeneVocab.from_genes(names).", argument="vocab")
     return GeneVocab.from_file(vocab) if Path(vocab).is_file() else GeneVocab.named(os.fspath(vocab))
 
 
@@ -843,5 +863,5 @@ def listed_names(argument: str, names: Iterable[str]) -> list[str]:
     """Return names as a list. Raises an OptionError if they are a string or not iterable."""
     # A text is a list of its letters to Python.
     if isinstance(names, str) or not isinstance(names, Iterable):
-        raise OptionError(f"{argument}={names!r} is not a list of names; pass a list, e.g. ['CD3D', 'LYZ'].")
+        raise OptionError("is not a list of names; pass a list, e.g. ['CD3D', 'LYZ'].", argument=argument, value=names)
     return list(names)

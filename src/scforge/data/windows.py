@@ -62,7 +62,10 @@ class WindowSampler(Sampler):
             ordered = np.sort(window.rows)
             if ordered[0] < 0 or ordered[-1] >= n_obs:
                 wrong = ordered[0] if ordered[0] < 0 else ordered[-1]
-                raise OptionError(f"windows refers to cell {wrong}, but the store only has cells 0 to {n_obs - 1}.")
+                raise OptionError(
+                    f"refers to cell {wrong}, but the store only has cells 0 to {n_obs - 1}.",
+                    argument="windows",
+                )
             cuts = np.flatnonzero(np.diff(ordered) > _GAP + 1)
             starts = ordered[np.concatenate([[0], cuts + 1])]
             stops = ordered[np.concatenate([cuts, [-1]])] + 1

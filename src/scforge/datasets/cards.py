@@ -76,15 +76,17 @@ class SplitRule:
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, RULES)
         if self.kind == "targets" and (self.separator is None or self.context_key is not None):
-            raise OptionError("kind='targets' requires separator and does not work with context_key.")
+            raise OptionError("requires separator and does not work with context_key.", kind="targets")
         for name in ("validation", "test"):
             amount = getattr(self, name)
             if isinstance(amount, list):
                 object.__setattr__(self, name, tuple(amount))
             elif not isinstance(amount, tuple) and not (0 < amount < 1 or (amount >= 1 and amount == int(amount))):
-                raise OptionError(f"{name}={amount!r} must be a fraction, a number or a list of names.")
+                raise OptionError("must be a fraction, a number or a list of names.", argument=name, value=amount)
             if self.kind == "stratified" and not (isinstance(amount, float) and amount < 0.5):
-                raise OptionError(f"{name}={amount!r} is not valid for a stratified split; pass a fraction below 0.5.")
+                raise OptionError(
+                    "is not valid for a stratified split; pass a fraction below 0.5.", argument=name, value=amount
+                )
 
 
 @dataclass(frozen=True)

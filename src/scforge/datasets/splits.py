@@ -100,8 +100,9 @@ class Split:
         unknown = [cell for cell in adata.obs_names if cell not in of]
         if unknown:
             raise DataError(
-                f"adata contains cells that are not in the split {self.name!r} ({listing(unknown, most=3)}); pass "
-                "the data that the split was made from."
+                f"contains cells that are not in the split {self.name!r} ({listing(unknown, most=3)}); pass "
+                "the data that the split was made from.",
+                argument="adata",
             )
         parts = [None if of[cell] == LEFT_OUT else of[cell] for cell in adata.obs_names]
         used = [part for part in PARTS if part in parts]
@@ -226,7 +227,10 @@ def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Spli
         split = _parse(content, name, version, f"{name}-v{version}.csv.gz")
         if adata is not None:
             if len(split.labels(adata)) < len(split) or not adata.obs_names.is_unique:
-                raise DataError(f"adata has {adata.n_obs} cells, but split {name!r} has {len(split)}; pass all cells.")
+                raise DataError(
+                    f"has {adata.n_obs} cells, but split {name!r} has {len(split)}; pass all cells.",
+                    argument="adata",
+                )
             check_rule(split, card, adata)
         return split
     if adata is None:
@@ -299,7 +303,7 @@ def read_split(path: str | os.PathLike[str], *, name: str | None = None, version
     """
     path = Path(path)
     if not path.is_file():
-        raise MissingFileError(f"path={str(path)!r} is not a file; write it with write_split.")
+        raise MissingFileError("is not a file; write it with write_split.", path=str(path))
     return _parse(path.read_bytes(), path.name.split(".")[0] if name is None else name, version, path.name)
 
 

@@ -157,7 +157,9 @@ def annotate(
         name = os.fspath(reference)
         reference = read_h5ad([name]) if name.endswith(".h5ad") and "://" not in name else Encoder.load(name)
     if reference is query:
-        raise OptionError("query and reference are the same AnnData; pass the cells without labels as query.")
+        raise OptionError(
+            "and reference are the same AnnData; pass the cells without labels as query.", argument="query"
+        )
     if isinstance(reference, AnnData):
         labels_key = labels_key or _DEFAULT_KEY
         model = _model_of(reference, labels_key, batch_key, layer, gene_key, seed)
@@ -166,15 +168,23 @@ def annotate(
             broader_labels(broader, labels_of(column(labels_key), key=labels_key), column)
     elif isinstance(reference, Encoder):
         if batch_key is not None:
-            raise OptionError(f"batch_key={batch_key!r} has no effect if reference is a model; omit batch_key.")
+            raise OptionError("has no effect if reference is a model; omit batch_key.", batch_key=batch_key)
         if reference.spec.tuning is not None:
             call = "transfer_labels()" if reference._is_query else "predict(query)"
-            raise OptionError(f"reference is a query model or fine-tuned; call its {call}, or pass its base model.")
+            raise OptionError(
+                f"is a query model or fine-tuned; call its {call}, or pass its base model.",
+                argument="reference",
+            )
         if not reference.is_trained_:
-            raise OptionError("reference is not trained; call reference.train() first, or pass labeled cells.")
+            raise OptionError(
+                "is not trained; call reference.train() first, or pass labeled cells.", argument="reference"
+            )
         model = reference
     else:
-        raise OptionError(f"reference is of type {type(reference).__name__!r}; pass an AnnData, a model or its folder.")
+        raise OptionError(
+            f"is of type {type(reference).__name__!r}; pass an AnnData, a model or its folder.",
+            argument="reference",
+        )
     if any(key is not None for key in (query_batch_key, layer, gene_key)):
         setup = Encoder._setup_of(query) or model._setup
         Encoder.setup_anndata(
@@ -209,7 +219,7 @@ def _model_of(
     labels = labels_of(reference.obs[labels_key], key=labels_key, warns=True)
     sizes = pd.Series(labels).value_counts()
     if (n_labels := int((sizes > 0).sum())) < 2:
-        raise DataError(f"labels_key={labels_key!r} has {n_labels} label(s) in the reference; at least 2 are needed.")
+        raise DataError(f"has {n_labels} label(s) in the reference; at least 2 are needed.", labels_key=labels_key)
     if single := list(sizes.index[sizes == 1]):
         warn(f"Labels of a single reference cell can hardly be learned: {listing(map(str, single))}.")
     counts = {} if layer is None or layer not in reference.layers else {layer: reference.layers[layer]}

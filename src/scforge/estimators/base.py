@@ -140,8 +140,8 @@ def positions(indices: Sequence[int] | np.ndarray, n_cells: int) -> np.ndarray:
         wrong, found = len(found) != n_cells, np.flatnonzero(found)
     if wrong or not len(found) or found.min() < 0 or found.max() >= n_cells:
         raise OptionError(
-            f"indices are not valid positions of {n_cells} cells; pass integers from 0 to {n_cells - 1}, or a boolean "
-            "mask."
+            f"are not valid positions of {n_cells} cells; pass integers from 0 to {n_cells - 1}, or a boolean mask.",
+            argument="indices",
         )
     return found.astype(np.int64)
 
@@ -306,7 +306,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
             check_options("argument", "setup_anndata", kwargs.keys() - {"source_registry"}, known, _OF_SCVI)
         check_adata(adata)
         if adata.is_view:
-            raise DataError("adata is a view of another AnnData; copy it first with adata = adata.copy().")
+            raise DataError("is a view of another AnnData; copy it first with adata = adata.copy().", argument="adata")
         check_obs_column(adata, batch_key, argument="batch_key")
         check_obs_column(adata, labels_key, argument="labels_key")
         warn_if_transposed(adata)
@@ -428,7 +428,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
                 if self._spec.tuning is None
                 else "fine-tuning changes the embedding that its base model corrects"
             )
-            raise OptionError(f"correction={correction}, but the model has no correction: {reason}; pass correction=0.")
+            raise OptionError(f", but the model has no correction: {reason}; pass correction=0.", correction=correction)
         return self._correction
 
     @property
@@ -510,7 +510,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         try:
             super().to_device(device)
         except (AssertionError, RuntimeError, TypeError) as error:
-            raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error).rstrip('.')}.") from error
+            raise OptionError(f"cannot be used: {first_line(error).rstrip('.')}.", device=str(device)) from error
 
     @property
     def vocab(self) -> GeneVocab:
@@ -578,11 +578,14 @@ class CellModel(BaseModelClass, metaclass=_Front):
         if adata is None and registry is not None:
             return
         check_adata(adata)
+        assert adata is not None
         try:
             cls._get_most_recent_anndata_manager(adata, required=True)
         except ValueError as error:
-            why = ", because it is a copy of an AnnData that was set up" if "copy" in str(error) else ""
-            raise OptionError(f"adata is not set up{why}; call {cls.__name__}.setup_anndata(adata) first.") from error
+            why = ", because it is a copy of an AnnData that was set up" if _SCVI_UUID_KEY in adata.uns else ""
+            raise OptionError(
+                f"is not set up{why}; call {cls.__name__}.setup_anndata(adata) first.", argument="adata"
+            ) from error
 
     def _source(self, adata: AnnData | Cells | str | os.PathLike[str] | None) -> Any:
         """Return `adata`, or the training data if None."""
@@ -591,7 +594,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         if adata is None:
             adata = self.adata if self._data is None else self._data.cells
         if adata is None:
-            raise OptionError("adata=None, but the model was loaded without adata; pass the cells.")
+            raise OptionError(", but the model was loaded without adata; pass the cells.", adata=None)
         return self._adata_of(adata, self._setup.get("modality"))
 
     def _ready(
@@ -1009,10 +1012,12 @@ class CellModel(BaseModelClass, metaclass=_Front):
         True
         """
         if not isinstance(mdata, MuData):
-            raise OptionError(f"mdata is of type {type(mdata).__name__!r}; call setup_anndata for an AnnData.")
+            raise OptionError(
+                f"is of type {type(mdata).__name__!r}; call setup_anndata for an AnnData.", argument="mdata"
+            )
         check_modality(modality, list(mdata.mod), "mdata")
         if mdata.is_view:
-            raise DataError("mdata is a view of another MuData; copy it first with mdata = mdata.copy().")
+            raise DataError("is a view of another MuData; copy it first with mdata = mdata.copy().", argument="mdata")
         adata = mdata.mod[modality]
         batch_key = adopted(mdata, modality, "batch_key", batch_key)
         labels_key = adopted(mdata, modality, "labels_key", labels_key)
@@ -1039,7 +1044,9 @@ class CellModel(BaseModelClass, metaclass=_Front):
                 return data.mod[name]
         if modality is None:
             call = f"{cls.__name__}.setup_mudata(mdata, modality={(last or 'rna')!r})"
-            raise OptionError(f"mdata is not set up, or is a copy of a MuData that was set up; call {call} first.")
+            raise OptionError(
+                f"is not set up, or is a copy of a MuData that was set up; call {call} first.", argument="mdata"
+            )
         check_modality(modality, list(data.mod), "mdata")
         return data.mod[modality]
 

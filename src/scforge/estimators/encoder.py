@@ -195,7 +195,7 @@ class Encoder(CellModel):
         elif self.adata is not None:
             vocab, leaves_out = vocab_of_adata(self.adata, self._setup, vocab, **wanted)
         elif not isinstance(vocab, GeneVocab):
-            raise OptionError(f"vocab={vocab!r} requires adata; pass adata, or a GeneVocab as vocab.")
+            raise OptionError("requires adata; pass adata, or a GeneVocab as vocab.", vocab=vocab)
         takes_sum = leaves_out and "library_size" in TOKENIZERS.get(names[0]).option_names()
         if takes_sum and names[1].get("missing", "learned") == "learned":
             names = names[0], {"library_size": "vocabulary", **names[1]}
@@ -358,7 +358,8 @@ class Encoder(CellModel):
             if self.spec.tuning is not None:
                 if "validation_size" in options:
                     raise OptionError(
-                        "validation_size was set by finetune and cannot be changed; omit validation_size."
+                        "was set by finetune and cannot be changed; omit validation_size.",
+                        argument="validation_size",
                     )
                 split = self._known_split(cells)
                 if split is None:
@@ -374,7 +375,9 @@ class Encoder(CellModel):
         elif options:
             name, value = next(iter(options.items()))
             place = "CellDataModule" if self._query is None else "load_query_data"
-            raise OptionError(f"{name}={value!r} cannot be changed in train; pass {name} to {place} instead.")
+            raise OptionError(
+                f"cannot be changed in train; pass {name} to {place} instead.", argument=name, value=value
+            )
         elif self.adata is None:
             self._data = data
         if given is not None and given is not own and self._seen is not None:
@@ -382,8 +385,9 @@ class Encoder(CellModel):
             learned = np.concatenate([data.train_rows, data.validation_rows])
             if n_tested := int(self._seen.tested(marks.numbers)[learned].sum()):
                 raise OptionError(
-                    f"datamodule contains {n_tested} of the test cells that finetune held out; remove these cells from "
-                    "datamodule."
+                    f"contains {n_tested} of the test cells that finetune held out; remove these cells from "
+                    "datamodule.",
+                    argument="datamodule",
                 )
             if isinstance(objective, Task) and objective.learns_labels:
                 self._seen = self._seen.with_learned(marks.take(learned))
@@ -731,13 +735,15 @@ class Encoder(CellModel):
         if groups_key is not None:
             if not compares:
                 raise OptionError(
-                    f"groups_key={groups_key!r} has no effect here; omit groups_key, or evaluate annotation, "
-                    "multi_label or regression on an AnnData, with baselines, intervals and key_added."
+                    "has no effect here; omit groups_key, or evaluate annotation, "
+                    "multi_label or regression on an AnnData, with baselines, intervals and key_added.",
+                    groups_key=groups_key,
                 )
             if n_missing := int(named_column(cells, groups_key, argument="groups_key").iloc[rows].isna().sum()):
                 raise DataError(
-                    f"groups_key={groups_key!r} has no value for {n_missing} of {len(rows)} scored cells; fill in the "
-                    "values, or drop these cells."
+                    f"has no value for {n_missing} of {len(rows)} scored cells; fill in the "
+                    "values, or drop these cells.",
+                    groups_key=groups_key,
                 )
         if split is not None:
             own = source  # the cells of the fine-tuning, maybe in another object
@@ -1020,27 +1026,33 @@ class Encoder(CellModel):
         """
         reference = cls.load(reference_model) if isinstance(reference_model, str | os.PathLike) else reference_model
         if not isinstance(reference, Encoder):
-            raise OptionError(f"reference_model is of type {type(reference).__name__}; pass a model or its folder.")
+            raise OptionError(
+                f"is of type {type(reference).__name__}; pass a model or its folder.",
+                argument="reference_model",
+            )
         if not reference.is_trained_:
-            raise OptionError("reference_model is not trained; train this model first, or pass a trained model.")
+            raise OptionError(
+                "is not trained; train this model first, or pass a trained model.",
+                argument="reference_model",
+            )
         if reference._labeled is not None and reference._labeled.in_base and reference._mapping_base is not None:
             reference = cast("Encoder", reference._mapping_base)  # of an annotator
         tuning, pretraining = reference.spec.tuning, cast("Any", reference._pretraining)
         if tuning is not None and tuning.task not in ("adaptation", "integration"):
-            raise OptionError(f"reference_model was fine-tuned for {tuning.task!r}; pass its base model.")
+            raise OptionError(f"was fine-tuned for {tuning.task!r}; pass its base model.", argument="reference_model")
         integrated = tuning is not None and tuning.task == "integration"
         stays = pretraining.maps_queries and not integrated
         known = tuning.task_options if tuning is not None and integrated else pretraining.config() if stays else {}
         origin = "fine-tuned for integration" if integrated else f"trained with {reference.spec.objective!r}"
         of = f"a reference model {origin}"
         if isinstance(lora, Mapping) if stays else not lora:
-            raise OptionError(f"lora={lora!r} has no effect for {of}; omit lora.")
+            raise OptionError(f"has no effect for {of}; omit lora.", lora=lora)
         if reference_cells is not None and not stays:
-            raise OptionError(f"reference_cells has no effect for {of}; omit reference_cells.")
+            raise OptionError(f"has no effect for {of}; omit reference_cells.", argument="reference_cells")
         if batch_key is not None and not known.get("batches") and reference_cells is None:
             pretraining_batches = pretraining.config().get("batches")
             why = "that learns nothing about the batches of a query" if pretraining_batches else "without batches"
-            raise OptionError(f"batch_key={batch_key!r} has no effect for {of} {why}; omit batch_key.")
+            raise OptionError(f"has no effect for {of} {why}; omit batch_key.", batch_key=batch_key)
         source = reference._source(query)
         cells: Any = reference._open(source)
         split: dict[str, Any] = {"validation_size": validation_size, "test_size": 0.0, "seed": seed}
@@ -1201,20 +1213,20 @@ class Encoder(CellModel):
         """
         check_key("key_added", key_added)
         if key_added in (OBSM_KEY, QUERY_KEY):
-            raise OptionError(f"key_added={key_added!r} is the name of an embedding; choose another name.")
+            raise OptionError("is the name of an embedding; choose another name.", key_added=key_added)
         check_count("n_neighbors", n_neighbors, "cells")
         check_known("method", method, ("consensus", "linear", "knn"), "the methods", error=OptionError)
         if unknown is not None:
             check_share("unknown", unknown)
             if method == "knn":
-                raise OptionError(f"unknown={unknown} has no effect for method='knn'; use another method.")
+                raise OptionError("has no effect for method='knn'; use another method.", unknown=unknown)
         if min_probability is None and broader is not None:
             min_probability = 0.5
         if min_probability is not None:
             check_share("min_probability", min_probability)
         is_query = self._is_query
         if query is None and not is_query:
-            raise OptionError("query=None requires a model from load_query_data; pass the cells to label as query.")
+            raise OptionError("requires a model from load_query_data; pass the cells to label as query.", query=None)
         source = self._source(query)
         owner = reference if isinstance(reference, type(self)) else self._base if is_query else self
         saved: Any = None if owner is None else owner._reference
@@ -1223,7 +1235,7 @@ class Encoder(CellModel):
             check_key("labels_key", labels_key)
         if labels_key is None:
             raise OptionError(
-                "labels_key=None, but the reference was set up without labels; pass an obs column of the reference."
+                ", but the reference was set up without labels; pass an obs column of the reference.", labels_key=None
             )
         opener = self if owner is reference else owner or self
         if reference is None or owner is reference:
@@ -1242,7 +1254,7 @@ class Encoder(CellModel):
         labels = labels_of(reference_cells.column(labels_key), key=labels_key, warns=True)
         rows = np.flatnonzero(labels.codes >= 0)
         if len(np.unique(labels.codes[rows])) < 2:
-            raise DataError(f"labels_key={labels_key!r} has fewer than 2 labels in the reference; use another column.")
+            raise DataError("has fewer than 2 labels in the reference; use another column.", labels_key=labels_key)
         if method != "knn":
             rows = rows[choose_labeled(np.asarray(labels.codes)[rows], seed=self.seed, most=MOST_CELLS)]
         codes = np.asarray(labels.codes, dtype=np.int64)[rows]
@@ -1773,7 +1785,7 @@ class Encoder(CellModel):
         numbers = None if genes is None else gene_numbers(self, genes, source=source)
         if numbers is None and combinations is not False:
             raise OptionError(
-                "combinations=2 requires genes, because there are too many pairs of all genes; pass a list of genes."
+                "requires genes, because there are too many pairs of all genes; pass a list of genes.", combinations=2
             )
         cells = self._open(source)
         embedders: dict[str, Callable[[Cells], np.ndarray]] = {
@@ -1927,13 +1939,13 @@ class Encoder(CellModel):
         """
         if adapter_only:
             if save_anndata:
-                raise OptionError("save_anndata=True has no effect with adapter_only=True; remove one of the two.")
+                raise OptionError("has no effect with adapter_only=True; remove one of the two.", save_anndata=True)
             save_adapter(self, dir_path, overwrite=overwrite)
             return
         if save_anndata and self.adata is None:
             raise OptionError(
-                "save_anndata=True, but the model was loaded without adata; load the model with adata, or omit "
-                "save_anndata."
+                ", but the model was loaded without adata; load the model with adata, or omit save_anndata.",
+                save_anndata=True,
             )
         if not isinstance(reference, bool):
             check_count("reference", reference, "cells", least=2)
@@ -2156,10 +2168,10 @@ class Encoder(CellModel):
         """
         if format == "transformers":
             if max_len is not None:
-                raise OptionError(f"max_len={max_len} has no effect with format='transformers'; omit max_len.")
+                raise OptionError("has no effect with format='transformers'; omit max_len.", max_len=max_len)
             if correction:
                 raise OptionError(
-                    f"correction={correction} cannot be exported with format='transformers'; pass format='onnx'."
+                    "cannot be exported with format='transformers'; pass format='onnx'.", correction=correction
                 )
             from scforge.foreign.geneformer import to_geneformer
 

@@ -143,7 +143,7 @@ def evaluate_models(
         f"{name}_{i}" if len(some) > 1 else name: one for name, some in trained.items() for i, one in enumerate(some)
     }
     if network is not None and not any(one.subject == "network" for one in others):
-        raise OptionError("network has no effect without the benchmark 'gene_network'; omit network.")
+        raise OptionError("has no effect without the benchmark 'gene_network'; omit network.", argument="network")
     for one in others:  # before any time is spent
         if one.benchmark not in _OPTIONS:
             raise OptionError(
@@ -221,12 +221,12 @@ def _evaluate_embeddings(
 ) -> Report:
     """Embed cells with models, and score the embeddings together with baselines."""
     if baselines is False or (isinstance(baselines, Sequence) and not len(baselines)):
-        raise OptionError("baselines=False leaves no baseline for the embeddings; pass e.g. baselines=['pca'].")
+        raise OptionError("leaves no baseline for the embeddings; pass e.g. baselines=['pca'].", baselines=False)
     keys = _keys(every, adata, given)
     chosen: list[Any] = evaluations or list(BENCHMARKS_OF_EMBEDDINGS)
     if not evaluations and keys["labels_key"] is None:
         raise OptionError(
-            "labels_key=None, but cell types are required to score embeddings; pass the obs column of the cell types."
+            ", but cell types are required to score embeddings; pass the obs column of the cell types.", labels_key=None
         )
     several = {name: len(some) for name, some in trained.items() if len(some) > 1}
     names = [*(f"X_{name}" for name in (*every, *several)), *obsm_keys, *([_UNTRAINED] if untrained else [])]
@@ -320,7 +320,9 @@ def _lists(models: Any) -> dict[str, list[CellModel]]:
     if isinstance(models, Mapping):
         lists = {name: [some] if isinstance(some, CellModel) else list(some) for name, some in models.items()}
     if not lists or not all(some and all(isinstance(one, CellModel) for one in some) for some in lists.values()):
-        raise OptionError("models must be a model or a dict {name: model}; load a model folder with Encoder.load.")
+        raise OptionError(
+            "must be a model or a dict {name: model}; load a model folder with Encoder.load.", argument="models"
+        )
     return lists
 
 

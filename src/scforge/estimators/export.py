@@ -121,9 +121,9 @@ def export_model(
 ) -> None:
     """Export a model, see :meth:`scforge.models.Encoder.export`."""
     if format not in _FILES:
-        raise OptionError(f"format={format!r} is unknown; choose 'onnx', 'torch' or 'transformers'.")
+        raise OptionError("is unknown; choose 'onnx', 'torch' or 'transformers'.", format=format)
     if format == "onnx" and (missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]):
-        raise OptionError(f"format='onnx' requires {listing(missing)}; install with pip install 'scforge[onnx]'.")
+        raise OptionError(f"requires {listing(missing)}; install with pip install 'scforge[onnx]'.", format="onnx")
     check_filled(model.module)
     if isinstance(getattr(model.module, "head", None), QueryMapping):
         raise OptionError(
@@ -132,7 +132,7 @@ def export_model(
     fitted = model._correction_for(correction)
     if fitted is not None and model._is_query:
         raise OptionError(
-            f"correction={correction} is for the batches of the reference; export the reference model instead."
+            "is for the batches of the reference; export the reference model instead.", correction=correction
         )
     longest = _longest(model, max_len)
     encoder = merged(model._backbone)
@@ -172,7 +172,7 @@ def _longest(model: CellModel, max_len: int | None) -> int:
         return int(most)
     check_count("max_len", max_len, "tokens", least=2)
     if made_for is not None and max_len > made_for:
-        raise OptionError(f"max_len={max_len} exceeds the {made_for} token positions of the model; lower max_len.")
+        raise OptionError(f"exceeds the {made_for} token positions of the model; lower max_len.", max_len=max_len)
     return max_len
 
 
@@ -221,7 +221,7 @@ def _program(
             )
     except (RuntimeError, TypeError, ValueError) as error:
         name = model.spec.architecture
-        raise OptionError(f"architecture={name!r} cannot be exported ({first_line(error)}).") from error
+        raise OptionError(f"cannot be exported ({first_line(error)}).", architecture=name) from error
 
 
 def _write_onnx(model: CellModel, program: Any, names: tuple[str, ...], file: Path) -> None:
@@ -242,7 +242,7 @@ def _write_onnx(model: CellModel, program: Any, names: tuple[str, ...], file: Pa
     except (RuntimeError, TypeError, ValueError) as error:
         name = model.spec.architecture
         raise OptionError(
-            f"architecture={name!r} cannot be exported to ONNX ({first_line(error)}); use format='torch'."
+            f"cannot be exported to ONNX ({first_line(error)}); use format='torch'.", architecture=name
         ) from error
 
 

@@ -173,11 +173,16 @@ def _task_options(
     others = [key for key in options if key not in of_trainer]
     check_options("option of finetune", name, others, sorted({*known, *TrainOptions.names()}))
     if "datamodule" in options:
-        raise OptionError("datamodule has no effect in finetune; pass the cells, or the path of a store, as adata.")
+        raise OptionError(
+            "has no effect in finetune; pass the cells, or the path of a store, as adata.",
+            argument="datamodule",
+        )
     beside = {key: value for key, value in common.items() if value is not None}
     beside |= {key: options.pop(key) for key in list(options) if key in known}
     if useless := sorted(beside.keys() - known):
-        raise OptionError(f"{useless[0]}={beside[useless[0]]!r} has no effect for task {name!r}; omit {useless[0]}.")
+        raise OptionError(
+            f"has no effect for task {name!r}; omit {useless[0]}.", argument=useless[0], value=beside[useless[0]]
+        )
     if twice := sorted(beside.keys() & found):
         raise OptionError(f"{twice[0]} is set both in task and as an argument; remove one of the two.")
     found |= beside
@@ -198,7 +203,7 @@ def make_split(task: Task, cells: Cells, *, split_by: str | None, split_key: str
         raise DataError(f"{named or 'the task'} leaves no training cells; choose another column or other cells.")
     if split_key is not None:
         if split_by is not None:
-            raise OptionError(f"split_by={split_by!r} has no effect with split_key={split_key!r}; pass only one.")
+            raise OptionError(f"has no effect with split_key={split_key!r}; pass only one.", split_by=split_by)
         return split_from(named_column(cells, split_key, argument="split_key"), usable, key=split_key)
     own = task.split(column, split_by=split_by, **how)
     if own is not None:

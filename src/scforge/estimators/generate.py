@@ -46,7 +46,7 @@ def generate_with(
     tokens = None
     if isinstance(prompt, AnnData):
         if n_cells is not None:
-            raise OptionError(f"n_cells={n_cells!r} has no effect if prompt is an AnnData; omit n_cells.")
+            raise OptionError("has no effect if prompt is an AnnData; omit n_cells.", n_cells=n_cells)
         n_cells = prompt.n_obs
     else:
         n_cells = check_count("n_cells", n_cells, "cells")
@@ -56,17 +56,20 @@ def generate_with(
     if unmasks:
         room = min(vocab.n_genes + tokenizer.append_cls, getattr(module, "max_generated", None) or math.inf)
         if max_len is not None and check_count("max_len", max_len, "tokens") > room:
-            raise OptionError(f"max_len={max_len} exceeds the {room} tokens that the model accepts; lower max_len.")
+            raise OptionError(f"exceeds the {room} tokens that the model accepts; lower max_len.", max_len=max_len)
         options |= {"n_tokens": options.pop("max_len"), "mask_id": vocab.mask_id}
         options |= {} if n_steps is None else {"n_steps": n_steps}
     else:
         if n_steps is not None:
-            raise OptionError(f"n_steps={n_steps!r} has no effect for models without 'masked_diffusion'; omit n_steps.")
+            raise OptionError("has no effect for models without 'masked_diffusion'; omit n_steps.", n_steps=n_steps)
         if not tokenizer.append_eos and max_len is None:
-            raise OptionError("max_len=None, but the cells of this model have no end token; pass the number of tokens.")
+            raise OptionError(
+                ", but the cells of this model have no end token; pass the number of tokens.", max_len=None
+            )
         if not tokenizer.append_cls and not isinstance(prompt, Mapping | AnnData):
             raise OptionError(
-                "prompt must contain values, because the model has no CLS token; pass a dict that maps genes to values."
+                "must contain values, because the model has no CLS token; pass a dict that maps genes to values.",
+                argument="prompt",
             )
         options |= {"eos_id": vocab.eos_id if tokenizer.append_eos else None, "n_special": vocab.n_special}
     if isinstance(prompt, AnnData):
@@ -75,7 +78,8 @@ def generate_with(
         if not unmasks and empty.any():
             row = int(empty.nonzero()[0])
             raise DataError(
-                f"prompt has no counts in cell {row}, and the model has no CLS token to start with; remove this cell."
+                f"has no counts in cell {row}, and the model has no CLS token to start with; remove this cell.",
+                argument="prompt",
             )
     elif prompt is not None:
         bin_values = None if unmasks else module.bin_values.cpu().numpy()
@@ -147,8 +151,9 @@ def _prompt_of_genes(
     # A set has no order that stays, and of a Series either names or values could be meant.
     if not isinstance(genes, (Sequence, Mapping, np.ndarray, pd.Index)) or isinstance(genes, str):
         raise OptionError(
-            f"prompt is of type {type(genes).__name__}; pass a list of genes, a dict that maps genes to values, or an "
-            "AnnData."
+            f"is of type {type(genes).__name__}; pass a list of genes, a dict that maps genes to values, or an "
+            "AnnData.",
+            argument="prompt",
         )
     index = gene_numbers(model, list(genes), argument="prompt")
     ids = torch.from_numpy(index.astype(np.int64) + tokenizer.vocab.n_special).expand(n_cells, -1)
@@ -173,8 +178,9 @@ def prompt_of_cells(cells: Cells, tokenizer: Tokenizer, objective: Objective, se
     if (n_genes > tokenizer.most_genes).any():
         cell = int(np.flatnonzero(n_genes > tokenizer.most_genes)[0])
         raise DataError(
-            f"prompt has {n_genes[cell]} genes in cell {cell}, but at most {tokenizer.most_genes} are allowed; remove "
-            "some genes of this cell."
+            f"has {n_genes[cell]} genes in cell {cell}, but at most {tokenizer.most_genes} are allowed; remove "
+            "some genes of this cell.",
+            argument="prompt",
         )
     tokens = objective.arrange(tokenizer(block), tokenizer, block.rows, epoch=0, seed=seed)
     mask = tokens["attention_mask"]
@@ -188,13 +194,16 @@ def class_numbers(condition: Any, conditions: Sequence[str] | None, n_cells: int
     if _is_missing(condition):
         return None
     if not conditions:
-        raise OptionError("condition has no effect, because the model has no classes; omit condition.")
+        raise OptionError("has no effect, because the model has no classes; omit condition.", argument="condition")
     names = list(condition) if pd.api.types.is_list_like(condition) else [str(condition)] * n_cells
     if len(names) != n_cells:
-        raise OptionError(f"condition has {len(names)} classes for {n_cells} cells; pass one class, or one per cell.")
+        raise OptionError(
+            f"has {len(names)} classes for {n_cells} cells; pass one class, or one per cell.",
+            argument="condition",
+        )
     numbers_of = {name: i + 1 for i, name in enumerate(conditions)}
     if unknown := [name for name in names if not _is_missing(name) and name not in numbers_of]:
-        raise OptionError(f"condition={unknown[0]!r} is not a class of the model{suggest(unknown[0], conditions)}")
+        raise OptionError(f"is not a class of the model{suggest(unknown[0], conditions)}", condition=unknown[0])
     return np.array([0 if _is_missing(name) else numbers_of[name] for name in names], dtype=np.int64)
 
 

@@ -36,7 +36,7 @@ def gene_numbers(
     """Return the index of each gene in the model, int32; messages mention genes that are only in `source`."""
     names = [genes] if isinstance(genes, str) else list(genes)
     if not names or not all(isinstance(name, str) for name in names):
-        raise OptionError(f"{argument}={names!r} is not a list of gene names; pass at least one gene name.")
+        raise OptionError("is not a list of gene names; pass at least one gene name.", argument=argument, value=names)
     numbers = GeneMap.of(names, model.vocab).columns
     if unknown := [name for name, number in zip(names, numbers, strict=True) if number < 0]:
         source, measured, vocab = model.adata if source is None else source, set(), model.vocab
@@ -50,11 +50,11 @@ def gene_numbers(
             hint = f"; create the model with Encoder(adata, keep_genes={known[:_MAX_NAMES]!r})."
         where = f"{'in adata but ' if in_adata else ''}not among the {vocab.n_genes:,} genes of the model"
         shown = listing(known or unknown, most=_MAX_NAMES)
-        raise GeneMismatchError(f"{argument} contains names that are {where}: {shown}{hint}")
+        raise GeneMismatchError(f"contains names that are {where}: {shown}{hint}", argument=argument)
     if twice := [names[i] for i in range(len(names)) if numbers[i] in numbers[:i]]:
         raise OptionError(
-            f"{argument} contains the gene {twice[0]!r} more than once, possibly under different names; pass each gene "
-            "once."
+            f"contains the gene {twice[0]!r} more than once, possibly under different names; pass each gene once.",
+            argument=argument,
         )
     return numbers
 

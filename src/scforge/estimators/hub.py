@@ -56,8 +56,8 @@ def push_model(
                 below = model._card_facts().base
                 if below is None or below.name is None:
                     raise OptionError(
-                        "adapter_only=True, but the base model has no public location; push the base model, or pass "
-                        "its name as base."
+                        ", but the base model has no public location; push the base model, or pass its name as base.",
+                        adapter_only=True,
                     )
                 save_adapter(model, folder, overwrite=False)
                 (folder / "README.md").write_text(text, encoding="utf-8")
@@ -101,7 +101,7 @@ def load_found(
     """
     if kind_of_folder(found.folder) != "adapter":
         if base is not None:
-            raise OptionError(f"base has no effect if {prefix} is a complete model; omit base.")
+            raise OptionError(f"has no effect if {prefix} is a complete model; omit base.", argument="base")
         model = cls._load_folder(found.folder, adata, device)
         if found.repo_id is not None:
             model._origin = Origin(found.repo_id, found.commit, n_epochs=model.n_epochs_)
@@ -156,9 +156,9 @@ def place_of(name: str | os.PathLike[str]) -> str | None:
 def _named(base: str, model: Any) -> Origin:
     """Return the public location of the base model of a fine-tuned model."""
     if place_of(base) is None:
-        raise OptionError(f"base={base!r} is not the name of a public model; pass 'org/name' or 'scforge://name'.")
+        raise OptionError("is not the name of a public model; pass 'org/name' or 'scforge://name'.", base=base)
     if model.spec.tuning is None:
-        raise OptionError(f"base={base!r} has no effect if the model was not fine-tuned; omit base.")
+        raise OptionError("has no effect if the model was not fine-tuned; omit base.", base=base)
     known = None if model._base is None else model._base._current_origin()
     revision = known.revision if known is not None and known.name == base else None
     return Origin(base, revision, is_given=True)

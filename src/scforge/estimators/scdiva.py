@@ -53,7 +53,7 @@ def batch_numbers(objective: Objective, transform_batch: str | Sequence[str] | N
     names = [transform_batch] if pd.api.types.is_scalar(transform_batch) else list(transform_batch)
     if not names:
         raise OptionError(
-            f"transform_batch={transform_batch!r} contains no batch; pass the name of a batch, or None for all batches."
+            "contains no batch; pass the name of a batch, or None for all batches.", transform_batch=transform_batch
         )
     fix = "" if known else "call setup_anndata(adata, batch_key=...) before creating the model"
     for name in names:
@@ -144,7 +144,7 @@ class ScDiVa(Encoder):
         **options: Any,
     ) -> None:
         if architecture not in (None, _ARCHITECTURE):
-            raise OptionError(f"architecture={architecture!r} does not work with ScDiVa; omit it, or use Encoder.")
+            raise OptionError("does not work with ScDiVa; omit it, or use Encoder.", architecture=architecture)
         self._supervised = check_bool("supervised", supervised)  # read when the objective is created
         super().__init__(adata, _ARCHITECTURE, tokenizer, objective, **options)
 
@@ -211,8 +211,8 @@ class ScDiVa(Encoder):
             return super().get_latent_representation(adata, **how, **of_others)  # raises if there are of_others
         if correction:
             raise OptionError(
-                f"correction={correction} cannot be combined with return_dist=True, because variances are not "
-                "corrected; omit one of the two."
+                "cannot be combined with return_dist=True, because variances are not corrected; omit one of the two.",
+                correction=correction,
             )
         self._check_variational()
         source = self._ready(adata, "its embedding is")
@@ -293,10 +293,10 @@ class ScDiVa(Encoder):
             return self.get_normalized_expression(adata, key_added=key, batch_size=batch_size, **options)
         if tuning is not None:
             if task not in (None, tuning.task):
-                raise OptionError(f"task={task!r}, but the model was fine-tuned for {tuning.task!r}; omit task.")
+                raise OptionError(f", but the model was fine-tuned for {tuning.task!r}; omit task.", task=task)
             return super().predict(adata, key_added=key_added, batch_size=batch_size, **options)
         if task not in (None, "annotation"):
-            raise OptionError(f"task={task!r} is unknown; choose 'annotation' or 'batch_integration'.")
+            raise OptionError("is unknown; choose 'annotation' or 'batch_integration'.", task=task)
         own_task = self._own_task()
         if own_task is None:
             raise OptionError(
@@ -406,8 +406,8 @@ class ScDiVa(Encoder):
         trained = self.spec.model_options["variational"] and hasattr(self._pretraining, "beta") and self._trains_latent
         if not trained:
             raise OptionError(
-                f"return_dist=True, but {self.spec.objective!r} does not train variances in this model; omit "
-                "return_dist."
+                f", but {self.spec.objective!r} does not train variances in this model; omit return_dist.",
+                return_dist=True,
             )
         self._check_follows("return_dist=True")
 
@@ -425,9 +425,9 @@ class ScDiVa(Encoder):
         if self._supervised:
             if "labels_key" not in OBJECTIVES.get(objective).option_names():
                 raise OptionError(
-                    f"supervised=True, but the objective {objective!r} does not learn labels; change one of the two."
+                    f", but the objective {objective!r} does not learn labels; change one of the two.", supervised=True
                 )
             options = {"labels_key": self._setup.get("labels_key"), **options}
             if options["labels_key"] is None:
-                raise OptionError("supervised=True requires labels; call setup_anndata with labels_key.")
+                raise OptionError("requires labels; call setup_anndata with labels_key.", supervised=True)
         return super()._with_found_options(objective, options)

@@ -306,7 +306,7 @@ def read_folder(path: str | os.PathLike[str]) -> StoredModel:
         If an architecture, tokenizer, objective or task is not registered.
     """
     if is_url(path):
-        raise MissingFileError(f"dir_path={os.fspath(path)!r} is not a folder; load hub models with Encoder.load.")
+        raise MissingFileError("is not a folder; load hub models with Encoder.load.", dir_path=os.fspath(path))
     return read_settled(path, _read)
 
 
@@ -337,7 +337,7 @@ def read_saved_reference(folder: Path, config: Mapping[str, Any], vocab: GeneVoc
 def _read(folder: Path) -> StoredModel:
     if not folder.is_dir():
         what = "is a file, not a model folder" if folder.is_file() else "does not exist"
-        raise MissingFileError(f"dir_path={str(folder)!r} {what}; pass a folder written by model.save().")
+        raise MissingFileError(f"{what}; pass a folder written by model.save().", dir_path=str(folder))
     if missing := [name for name in (_CONFIG, _VOCAB, _WEIGHTS) if not (folder / name).is_file()]:
         pickles = sorted(part.name for part in folder.iterdir() if part.suffix in PICKLES)
         there = f" (pickle files are never opened: {listing(pickles, most=3)})" if pickles else ""

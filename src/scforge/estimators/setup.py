@@ -154,9 +154,12 @@ def datamodule_registry(
 ) -> dict[str, Any]:
     """Return the given registry, or a new registry with the columns of a data module."""
     if adata is not None:
-        raise OptionError("adata and datamodule both contain cells; pass only one of the two.")
+        raise OptionError("and datamodule both contain cells; pass only one of the two.", argument="adata")
     if not isinstance(data, CellDataModule):
-        raise OptionError(f"datamodule is of type {type(data).__name__!r}; pass a scforge.training.CellDataModule.")
+        raise OptionError(
+            f"is of type {type(data).__name__!r}; pass a scforge.training.CellDataModule.",
+            argument="datamodule",
+        )
     setup = {"layer": None, "gene_key": None, "batch_key": data.batch_key, "labels_key": data.labels_key}
     return bare_registry(model, setup) if registry is None else registry
 

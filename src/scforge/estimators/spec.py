@@ -227,9 +227,12 @@ def check_freeze(freeze: bool | int, lora: Any, gradual_unfreezing: int | None) 
         check_count("freeze", freeze, "layers")
     frozen = "freeze=True" if freeze is True else f"lora={lora!r}" if lora not in (None, False) else None
     if freeze is not False and lora not in (None, False):
-        raise OptionError(f"freeze={freeze!r} has no effect with lora={lora!r}, which freezes the encoder; omit it.")
+        raise OptionError(f"has no effect with lora={lora!r}, which freezes the encoder; omit it.", freeze=freeze)
     if gradual_unfreezing is not None and frozen:
-        raise OptionError(f"gradual_unfreezing unfreezes layers that {frozen} keeps frozen; remove one of the two.")
+        raise OptionError(
+            f"unfreezes layers that {frozen} keeps frozen; remove one of the two.",
+            argument="gradual_unfreezing",
+        )
 
 
 def named_options(argument: str, value: str | dict[str, Any] | None, default: str) -> tuple[str, dict[str, Any]]:
@@ -246,7 +249,7 @@ def named_options(argument: str, value: str | dict[str, Any] | None, default: st
         return value, {}
     if isinstance(value, dict):
         return value.get("name", default), {key: option for key, option in value.items() if key != "name"}
-    raise OptionError(f"{argument}={value!r} must be a name, or a dict with 'name' and options.")
+    raise OptionError("must be a name, or a dict with 'name' and options.", argument=argument, value=value)
 
 
 def default_options(architecture: str) -> dict[str, Any]:
@@ -333,7 +336,7 @@ class ModelSpec:
         )
         if pooling == "cls" and not made_tokenizer.append_cls and not has_readout:
             raise OptionError(
-                "pooling='cls' needs a CLS token; set append_cls=True for the tokenizer, or pooling='mean'."
+                "needs a CLS token; set append_cls=True for the tokenizer, or pooling='mean'.", pooling="cls"
             )
         made_objective = get_objective(objective[0], **objective[1])
         made_objective.check(made_tokenizer)
@@ -358,9 +361,9 @@ class ModelSpec:
             longest = made_objective.max_tokens(made_tokenizer)
             if options.setdefault("max_seq_len", longest) < longest:
                 raise OptionError(
-                    f"max_seq_len={options['max_seq_len']} is smaller than the {longest} tokens that {name!r} and "
-                    f"{objective[0]!r} create per cell; raise max_seq_len, or lower the tokenizer's max_len "
-                    "(data.max_genes)."
+                    f"is smaller than the {longest} tokens that {name!r} and {objective[0]!r} create per cell; raise "
+                    "max_seq_len, or lower the tokenizer's max_len (data.max_genes).",
+                    max_seq_len=options["max_seq_len"],
                 )
         # An architecture that uses them by default needs their number.
         if "n_special" in parameters and parameters["n_special"].default:
@@ -371,8 +374,9 @@ class ModelSpec:
             known = option_names(architecture)
             if known is not None and "gene_vectors" not in known:
                 raise OptionError(
-                    f"architecture={architecture!r} does not accept the gene vectors of the tokenizer {name!r}; choose "
-                    "another architecture or tokenizer."
+                    f"does not accept the gene vectors of the tokenizer {name!r}; choose "
+                    "another architecture or tokenizer.",
+                    architecture=architecture,
                 )
             frozen = bool(getattr(made_tokenizer, "freeze", True))
             without = int(np.isnan(vectors).any(axis=1).sum())
@@ -462,23 +466,24 @@ def _check_counts(value_loss: str | None, name: str, tokenizer: Tokenizer, objec
         return
     if not tokenizer.gives_counts:
         raise OptionError(
-            f"value_loss={value_loss!r} requires counts, which the tokenizer {name!r} does not provide; "
-            "pass tokenizer={'name': 'continuous_projection', 'transform': 'counts'}, or value_loss='mse'."
+            f"requires counts, which the tokenizer {name!r} does not provide; "
+            "pass tokenizer={'name': 'continuous_projection', 'transform': 'counts'}, or value_loss='mse'.",
+            value_loss=value_loss,
         )
     option = "include_zero_genes" if tokenizer.lists_all_genes else "zero_targets"
     value: float = tokenizer.lists_all_genes or getattr(objective, "zero_targets", 0.0)
     if value and is_truncated(value_loss):
         other = value_loss.removeprefix("zero_truncated_")
         raise OptionError(
-            f"value_loss={value_loss!r} requires counts above 0, but {option}={value!r} produces zeros; use "
-            f"value_loss={other!r}."
+            f"requires counts above 0, but {option}={value!r} produces zeros; use value_loss={other!r}.",
+            value_loss=value_loss,
         )
 
 
 def _settle(options: dict[str, Any], name: str, value: Any, because: str) -> None:
     """Set an option that another component determines. Raises an OptionError if a different value was given."""
     if options.setdefault(name, value) != value:
-        raise OptionError(f"{name}={options[name]!r} is invalid, because {because}; omit {name}.")
+        raise OptionError(f"is invalid, because {because}; omit {name}.", argument=name, value=options[name])
 
 
 def _check_expression_head(
@@ -488,8 +493,8 @@ def _check_expression_head(
     n_bins = getattr(tokenizer, "n_bins", None)
     if head == "bin" and n_bins is None:
         raise OptionError(
-            f"expression_head='bin' requires bins, which the tokenizer {name!r} does not provide; use "
-            "expression_head='value'."
+            f"requires bins, which the tokenizer {name!r} does not provide; use expression_head='value'.",
+            expression_head="bin",
         )
     if head is None and objective.predicts_values:
         fitting = "'value'" if n_bins is None else "'value' or expression_head='bin'"

@@ -85,7 +85,7 @@ def train_options(
     if "enable_progress_bar" in further:  # as scvi-tools and its autotune call it
         given = {**given, "progress_bar": further.pop("enable_progress_bar")}
     if not isinstance(plan_kwargs, Mapping | None):
-        raise OptionError(f"plan_kwargs={plan_kwargs!r} is not a dictionary of options; pass {{name: value}}.")
+        raise OptionError("is not a dictionary of options; pass {name: value}.", plan_kwargs=plan_kwargs)
     for name, value in (plan_kwargs or {}).items():
         if name in further or given.get(name) not in (None, getattr(TrainOptions, name, None)):
             raise OptionError(f"{name} is set both in plan_kwargs and as an argument; remove one of the two.")
@@ -110,8 +110,8 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         raise OptionError(f"{name} requires checkpoint_dir, the folder of the training run.")
     if how.checkpoint_every_n_steps is not None and how.checkpoint_dir is None:
         raise OptionError(
-            "checkpoint_every_n_steps has no effect without checkpoint_dir; pass the folder of the training run as "
-            "checkpoint_dir."
+            "has no effect without checkpoint_dir; pass the folder of the training run as checkpoint_dir.",
+            argument="checkpoint_every_n_steps",
         )
     folder = None if how.checkpoint_dir is None else RunFolder(how.checkpoint_dir)
     rank = rank_zero_only.rank or 0
@@ -122,8 +122,10 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
             for name, plain in _NOT_RESUMED.items():
                 if (value := how.trainer_kwargs.get(name)) not in (None, plain):
                     raise OptionError(
-                        f"{name}={value!r} does not work with checkpoint_dir or resume, because such a training run "
-                        f"cannot be resumed; omit {name}."
+                        f"does not work with checkpoint_dir or resume, because such a training run "
+                        f"cannot be resumed; omit {name}.",
+                        argument=name,
+                        value=value,
                     )
         found = _found(folder, how.resume, overwrite=how.overwrite)
         make_free = None
@@ -137,7 +139,7 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
             precision = saved.get("precision") or choose_precision(model.module, data, device, processes)
         if batch_size == _AUTO:
             if processes != 1 or data.batch_size is not None or data.max_tokens_per_batch is not None:
-                raise OptionError("batch_size='auto' needs one process and no other batch size limit; pass a number.")
+                raise OptionError("needs one process and no other batch size limit; pass a number.", batch_size="auto")
             stack.callback(setattr, data, "batch_size", None)
             fitting = saved.get("batch_size") or find_batch_size(model.module, data, device, precision=precision)
             data.batch_size = fitting
@@ -225,9 +227,9 @@ def _take_over(model: CellModel, result: FitResult) -> None:
 def _found(folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, overwrite: bool) -> _Found | None:
     """Return the checkpoint to resume from, or None if it is not requested or does not exist."""
     if isinstance(resume, bool):
-        raise OptionError(f"resume={resume!r} must be 'auto', the folder of a checkpoint, or None.")
+        raise OptionError("must be 'auto', the folder of a checkpoint, or None.", resume=resume)
     if resume is not None and overwrite:
-        raise OptionError(f"resume={str(resume)!r} and overwrite=True contradict each other; keep one of the two.")
+        raise OptionError("and overwrite=True contradict each other; keep one of the two.", resume=str(resume))
     if resume is not None and resume != _AUTO:
         path = Path(resume)
         check_state(path, folder)

@@ -396,7 +396,7 @@ class Evaluation:
         if not isinstance(self.benchmark, Benchmark):
             _check_given(self.benchmark, self.options, besides=KEYS)
         elif self.options:
-            raise OptionError(f"options={dict(self.options)} has no effect on a benchmark object; omit options.")
+            raise OptionError("has no effect on a benchmark object; omit options.", options=dict(self.options))
         else:
             check_has_metrics(self.benchmark)
 
@@ -534,7 +534,7 @@ def _find(evaluation: Evaluation, datasets: Mapping[str, Any]) -> Any:
     if file.exists():
         return str(file)
     near = suggest(name, [*datasets, *list_cards()])
-    raise OptionError(f"dataset={name!r} is not known{near}; put the file at {file}, or add it to eval.datasets.")
+    raise OptionError(f"is not known{near}; put the file at {file}, or add it to eval.datasets.", dataset=name)
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def pca_embedding(
     check_n_comps(n_comps, adata)
     work = variable_genes(adata, n_top_genes=n_top_genes, layer=layer, batch_key=batch_key)
     if n_comps >= work.n_vars:
-        raise OptionError(f"n_comps={n_comps} is too large for {work.n_vars} variable genes; lower n_comps.")
+        raise OptionError(f"is too large for {work.n_vars} variable genes; lower n_comps.", n_comps=n_comps)
     if scale:
         work.X = work.X.toarray()  # scaled values are not sparse, and scanpy would warn of it
         sc.pp.scale(work, max_value=10)
@@ -129,7 +129,7 @@ def pca_embedding(
 def check_n_comps(n_comps: int, adata: AnnData) -> None:
     """Raise :class:`~scforge.errors.OptionError` if there are too few cells or genes for this many components."""
     if not 0 < n_comps < min(adata.n_obs, adata.n_vars):
-        raise OptionError(f"n_comps={n_comps} must be positive and below both dimensions of adata, {adata.shape}.")
+        raise OptionError(f"must be positive and below both dimensions of adata, {adata.shape}.", n_comps=n_comps)
 
 
 def variable_genes(
@@ -304,7 +304,7 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
         As in :func:`embedding_baselines`, except that counts are not checked.
     """
     if isinstance(names, str | int):
-        raise OptionError(f"baselines={names!r} is not a list of baselines; pass baselines=[{names!r}].")
+        raise OptionError(f"is not a list of baselines; pass baselines=[{names!r}].", baselines=names)
     if min(adata.shape) < 3:
         raise DataError(f"{adata.n_obs} cells with {adata.n_vars} genes are too few for baselines; use more.")
     for name in names:
@@ -315,16 +315,23 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
             check_count("baselines", name, "principal components")
             check_n_comps(name, adata)
         if name == "harmony" and batch_key is None:
-            raise OptionError("baselines contains 'harmony', which needs batch_key; pass batch_key, or omit 'harmony'.")
+            raise OptionError(
+                "contains 'harmony', which needs batch_key; pass batch_key, or omit 'harmony'.",
+                argument="baselines",
+            )
         if batch_key is not None and name != "random":
             check_column("batch_key", batch_key, adata.obs)
         if name in ("harmony", "scvi") and batch_key is not None:
             batches = texts_of(adata.obs[batch_key], key=batch_key, argument="batch_key")
             if batches.isna().any():
-                raise DataError(f"obs[{batch_key!r}] has missing values; assign a batch to each cell to use {name!r}.")
+                raise DataError(
+                    f"[{batch_key!r}] has missing values; assign a batch to each cell to use {name!r}.",
+                    argument="obs",
+                )
             if name == "harmony" and len(batches.categories) < 2:
                 raise DataError(
-                    f"obs[{batch_key!r}] contains only one batch, so 'harmony' has nothing to correct; omit 'harmony'."
+                    f"[{batch_key!r}] contains only one batch, so 'harmony' has nothing to correct; omit 'harmony'.",
+                    argument="obs",
                 )
 
 

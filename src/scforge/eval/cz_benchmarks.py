@@ -105,7 +105,9 @@ def _column(adata: AnnData, argument: str, key: str) -> pd.Series:
     read = partial(labels_of, fractional=True) if argument == "labels_key" else texts_of
     texts = read(adata.obs[key], key=key, argument=argument)
     if n_missing := int(texts.isna().sum()):
-        raise DataError(f"{argument}={key!r} is missing for {n_missing} cells; fill in the values or drop these cells.")
+        raise DataError(
+            f"is missing for {n_missing} cells; fill in the values or drop these cells.", argument=argument, value=key
+        )
     return pd.Series(np.asarray(texts, dtype=object))
 
 
@@ -131,8 +133,9 @@ def _of_organisms(name: str, adata: AnnData, labels: pd.Series, keys: Mapping[st
     alone = set.union(*map(set, parts)) - set.intersection(*map(set, parts))
     if alone or (groups is not None and (labels.groupby(groups.to_numpy()).nunique() > 1).any()):
         raise DataError(
-            f"labels_key={keys['labels_key']!r} has labels that some organisms lack ({listing(sorted(alone), most=3)}) "
-            f"or groups_key={keys['groups_key']!r} has groups with several labels; remove these cells."
+            f"has labels that some organisms lack ({listing(sorted(alone), most=3)}) "
+            f"or groups_key={keys['groups_key']!r} has groups with several labels; remove these cells.",
+            labels_key=keys["labels_key"],
         )
     if groups is not None:
         made["sample_ids"] = [groups.iloc[found].reset_index(drop=True) for found in rows.values()]

@@ -466,8 +466,9 @@ def check_features(
         if len(copied) or _same_columns(own, means):
             name = [*copied, known.index[0]][0]
             raise DataError(
-                f"{argument} contains the mean of {where} over the held-out cells of {name!r}; pass features that were "
-                "computed without these cells."
+                f"contains the mean of {where} over the held-out cells of {name!r}; pass features that were "
+                "computed without these cells.",
+                argument=argument,
             )
 
 
@@ -534,7 +535,8 @@ def compare_beside(
     taken = [name for name in made if name in baselines]
     if taken or not made:
         raise OptionError(
-            f"{argument} contains {listing(taken)}; pass at least one method, and do not use the names of baselines."
+            f"contains {listing(taken)}; pass at least one method, and do not use the names of baselines.",
+            argument=argument,
         )
     told: dict[str, Kind] = {**dict.fromkeys(made, "model"), **(kinds or {}), **dict.fromkeys(baselines, "baseline")}
     if ceiling is not None:

@@ -353,7 +353,7 @@ def compare(
     """
     _check_kinds(kinds)
     if unknown := [method for method in made if method not in kinds]:
-        raise OptionError(f"kinds has no entry for {listing(unknown)}; set each to 'model' or 'baseline'.")
+        raise OptionError(f"has no entry for {listing(unknown)}; set each to 'model' or 'baseline'.", argument="kinds")
     check_seeds(seeds)
     check_has_metrics(benchmark)
     benchmark.check(reference)
@@ -405,8 +405,9 @@ def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None])
         evaluation = to_evaluation(entry)
         if not evaluation.held_out or evaluation.max_cells not in (None, 10_000):
             raise OptionError(
-                f"dataset and max_cells of {evaluation.title!r} have no effect here; omit them, and pass the cells to "
-                "score directly."
+                f"and max_cells of {evaluation.title!r} have no effect here; omit them, and pass the cells to "
+                "score directly.",
+                argument="dataset",
             )
         if evaluation.title in found:
             raise OptionError(f"two benchmarks are named {evaluation.title!r}; set a different name for one of them.")
@@ -417,7 +418,7 @@ def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None])
 def check_seeds(seeds: Sequence[int]) -> None:
     """Raise :class:`~scforge.errors.OptionError` if there are no seeds, or a seed is invalid."""
     if not isinstance(seeds, Sequence) or isinstance(seeds, str) or not len(seeds):
-        raise OptionError(f"seeds={seeds!r} is not a list of seeds; pass e.g. seeds=(0, 1, 2).")
+        raise OptionError("is not a list of seeds; pass e.g. seeds=(0, 1, 2).", seeds=seeds)
     for seed in seeds:
         check_seed(seed)
 
@@ -446,11 +447,15 @@ def _join_replicates(
         missing = [key for key in keys if key not in embeddings]
         if missing or not keys:
             raise OptionError(
-                f"replicates[{name!r}] must contain names from obsm_keys (not found: {listing(missing)}); add these "
-                "names to obsm_keys."
+                f"[{name!r}] must contain names from obsm_keys (not found: {listing(missing)}); add these "
+                "names to obsm_keys.",
+                argument="replicates",
             )
         if len({kinds[key] for key in keys}) > 1:
-            raise OptionError(f"replicates of {name!r} have different kinds ({listing(keys)}); set one kind for all.")
+            raise OptionError(
+                f"of {name!r} have different kinds ({listing(keys)}); set one kind for all.",
+                argument="replicates",
+            )
         found = Replicates(embeddings.pop(key) for key in keys)
         kinds[name] = [kinds.pop(key) for key in keys][0]
         embeddings[name] = found

@@ -59,7 +59,7 @@ def texts_in(obs: pd.DataFrame, key: str, *, argument: str = "labels_key", warns
         texts = texts_of(obs[key], key=key, argument=argument)
     if len(texts.categories) < 2:
         found = f"only one value ({texts.categories[0]!r})" if len(texts.categories) else "no values"
-        raise DataError(f"{argument}={key!r} has {found}; choose a column with at least two values.")
+        raise DataError(f"has {found}; choose a column with at least two values.", argument=argument, value=key)
     return texts
 
 
@@ -221,7 +221,7 @@ class CellTypeProbe(Benchmark):
         fewest = int(kept.sum() - np.bincount(folds[kept]).max())
         if self.n_neighbors > fewest:
             most = f"the number of labeled training cells ({fewest} with n_folds={self.n_folds})"
-            raise DataError(f"n_neighbors={self.n_neighbors} is larger than {most}; lower it, or score more cells.")
+            raise DataError(f"is larger than {most}; lower it, or score more cells.", n_neighbors=self.n_neighbors)
         group_codes = None if groups is None else np.unique(groups[kept], return_inverse=True)[1]
         return _Plan(rows[kept], codes, len(names), folds[kept], group_codes, tuple(left_out.values()))
 

@@ -263,7 +263,10 @@ def _chosen(argument: str, names: Sequence[str] | None, known: pd.Index) -> np.n
     places = known.get_indexer(asked)
     if not (places >= 0).any():
         some = f"{len(known)} genes ({listing(known, most=3)})"
-        raise DataError(f"{argument} ({listing(asked, most=3)}) has no overlap with the {some}; use the same gene ids.")
+        raise DataError(
+            f"({listing(asked, most=3)}) has no overlap with the {some}; use the same gene ids.",
+            argument=argument,
+        )
     return places[places >= 0]
 
 
@@ -283,8 +286,9 @@ def _deltas(predicted: AnnData) -> pd.DataFrame:
     if "delta" not in predicted.layers or not single.any():
         found = listing(dict.fromkeys(names), most=3)
         raise DataError(
-            f"effects must have layers['delta'] and perturbations of single genes, but obs['perturbation'] contains "
-            f"{found}; pass predicted effects of single-gene perturbations."
+            f"must have layers['delta'] and perturbations of single genes, but obs['perturbation'] contains "
+            f"{found}; pass predicted effects of single-gene perturbations.",
+            argument="effects",
         )
     return pd.DataFrame(
         np.asarray(predicted.layers["delta"])[single], index=names[single], columns=predicted.var_names.astype(str)
@@ -294,7 +298,9 @@ def _deltas(predicted: AnnData) -> pd.DataFrame:
 def _of_pairs(table: pd.DataFrame, tfs: Sequence[str] | None) -> pd.DataFrame:
     """Return the residuals of pair shifts from an additive model."""
     if "gene_2" not in table:
-        raise DataError("effects contains no gene pairs; use model.perturb_in_silico(genes, combinations=2).")
+        raise DataError(
+            "contains no gene pairs; use model.perturb_in_silico(genes, combinations=2).", argument="effects"
+        )
     names = pd.Index(pd.unique(pd.concat([table["gene"], table["gene_2"]]))).astype(str)
     groups = table["group"] if "group" in table else pd.Series("", index=table.index)
     found = np.full((len(names), len(names)), np.nan)
@@ -366,7 +372,7 @@ def read_network(
     """
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
     if (source is None) != (target is None):
-        raise OptionError(f"source={source!r} and target={target!r} must be given together; pass both, or neither.")
+        raise OptionError(f"and target={target!r} must be given together; pass both, or neither.", source=source)
     edges = pd.concat([_edges_of_file(Path(one), source, target) for one in paths], ignore_index=True)
     best = {name: how for name, how in _BEST.items() if name in edges}
     if not best:
@@ -380,15 +386,15 @@ def read_network(
 def _edges_of_file(path: Path, source: str | int | None, target: str | int | None) -> pd.DataFrame:
     """Return the edges in a file unchanged."""
     if not path.is_file():
-        raise MissingFileError(f"path={str(path)!r} is not a file; pass the path of a network file.")
+        raise MissingFileError("is not a file; pass the path of a network file.", path=str(path))
     try:
         edges = _edges_of_table(_table(path, isinstance(source, int)), source, target)
     except (ValueError, OSError) as error:
-        raise DataError(f"path={str(path)!r} cannot be read as a network: {first_line(error)}.") from error
+        raise DataError(f"cannot be read as a network: {first_line(error)}.", path=str(path)) from error
     missing = (edges[["source", "target"]].isna() | (edges[["source", "target"]] == "")).any(axis=1)
     if missing.any():
         n_missing = int(missing.sum())
-        raise DataError(f"path={str(path)!r} has {n_missing} edges without a source or target; remove these edges.")
+        raise DataError(f"has {n_missing} edges without a source or target; remove these edges.", path=str(path))
     return edges.astype({"source": str, "target": str})
 
 
@@ -634,7 +640,7 @@ class GeneNetwork(Benchmark):
         self, genes: Sequence[str] | None = None, tfs: Sequence[str] | None = None, targets: str = "truth"
     ) -> None:
         if targets not in ("truth", "measured") or (targets == "measured" and genes is None):
-            raise OptionError(f"targets={targets!r} must be 'truth', or 'measured' together with genes.")
+            raise OptionError("must be 'truth', or 'measured' together with genes.", targets=targets)
         self.genes = None if genes is None else list(genes)
         self.tfs = None if tfs is None else list(tfs)
         self.targets = targets

@@ -428,8 +428,8 @@ class PerturbationPrediction(Benchmark):
         if without := [effect for effect in effects if effect not in number]:
             names = listing(self.keys.titles(without), most=5)
             raise DataError(
-                f"predictions is missing {len(without)} of {len(effects)} measured effects ({names}); add these "
-                "effects."
+                f"is missing {len(without)} of {len(effects)} measured effects ({names}); add these effects.",
+                argument="predictions",
             )
         rows = [number[effect] for effect in effects]
         if cells is None:
@@ -530,7 +530,8 @@ def evaluate_perturbations(
     features = {"embedding": features} if isinstance(features, pd.DataFrame) else dict(features)
     if "pca" in features:
         raise OptionError(
-            "gene_features contains the name 'pca', which is reserved for a built-in baseline; choose another name."
+            "contains the name 'pca', which is reserved for a built-in baseline; choose another name.",
+            argument="gene_features",
         )
     held_out = PerturbedCells.read(real, keys, argument="real")
     trained = whole = PerturbedCells.read(train, keys, argument="train")
@@ -669,6 +670,7 @@ def _check_effects(
     if same.any():
         n_same = f"{int(same.sum())} of {len(same)} effects"
         raise DataError(
-            f"predictions[{name!r}] equals the measurement in the held-out cells for {n_same}; pass predictions that "
-            "were made without these cells."
+            f"[{name!r}] equals the measurement in the held-out cells for {n_same}; pass predictions that "
+            "were made without these cells.",
+            argument="predictions",
         )

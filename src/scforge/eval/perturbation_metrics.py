@@ -141,8 +141,9 @@ def _for_cell_eval(
     rows = {keys.label(effect.targets): cells.rows(effect) for effect in effects} | {keys.control: source.rows(plain)}
     if without := [name for name, some in rows.items() if not len(some)]:
         raise DataError(
-            f"predicted has no cells of {listing(without)} in the context {plain.context!r}; it must contain all "
-            "perturbations that are in real."
+            f"has no cells of {listing(without)} in the context {plain.context!r}; it must contain all "
+            "perturbations that are in real.",
+            argument="predicted",
         )
     parts = [(source if name == keys.control else cells).expression[some] for name, some in rows.items()]
     labels = np.repeat(list(rows), [part.shape[0] for part in parts])
@@ -228,7 +229,7 @@ def distances(
     try:
         away: Callable[[np.ndarray, np.ndarray], float] = Distance(cast("Any", metric), obsm_key="coordinates")
     except ValueError as error:
-        raise OptionError(f"metric={metric!r} is not a distance in pertpy; see pertpy.tl.Distance.") from error
+        raise OptionError("is not a distance in pertpy; see pertpy.tl.Distance.", metric=metric) from error
     rows = []
     for effect in read["real"].effects:
         target = places["real"][read["real"].rows(effect)]

@@ -269,7 +269,10 @@ class Scib(Benchmark):
         self.neighbors = check_choice("neighbors", neighbors, NEIGHBORS)
         self.max_cells = max_cells
         if pre_integrated is not None and (batch_key is None or not isinstance(pre_integrated, pd.DataFrame)):
-            raise OptionError("pre_integrated must be a DataFrame with one row per cell, and requires batch_key.")
+            raise OptionError(
+                "must be a DataFrame with one row per cell, and requires batch_key.",
+                argument="pre_integrated",
+            )
         self.pre_integrated = pre_integrated
         self.metrics = self._computed()
         self.main = self.metrics[0]
@@ -449,7 +452,8 @@ class Scib(Benchmark):
             if len(lacking) or not self.pre_integrated.index.is_unique:
                 some = f"{len(lacking)} of {len(rows)} cells (first: {listing(lacking[:3])})"
                 raise DataError(
-                    f"pre_integrated lacks {some} or has duplicates; its index must contain each cell once."
+                    f"lacks {some} or has duplicates; its index must contain each cell once.",
+                    argument="pre_integrated",
                 )
         return rows
 

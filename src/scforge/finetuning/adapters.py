@@ -45,7 +45,7 @@ def lora_options(encoder: nn.Module, lora: bool | Mapping[str, Any]) -> dict[str
     if lora is False or lora is None:
         return None
     if lora is not True and not isinstance(lora, Mapping):
-        raise OptionError(f"lora={lora!r} must be True, False or a dict of options, e.g. {{'r': 8}}.")
+        raise OptionError("must be True, False or a dict of options, e.g. {'r': 8}.", lora=lora)
     given = {} if lora is True else dict(lora)
     check_options("option of lora", "lora", given, list(_DEFAULTS))
     options = _DEFAULTS | given
@@ -69,10 +69,14 @@ def _targets(encoder: nn.Module, wanted: Any) -> list[str]:
         of_target = [name for name in linear if name == target or name.endswith(f".{target}")]
         if not of_target:
             hint = suggest(target, sorted({name.rpartition(".")[2] for name in linear}), "available")
-            raise OptionError(f"lora['targets'] contains {target!r}, which is not a linear layer of {kind}{hint}")
+            raise OptionError(
+                f"['targets'] contains {target!r}, which is not a linear layer of {kind}{hint}", argument="lora"
+            )
         found += of_target
     if not found:
-        raise OptionError(f"lora['targets']={wanted!r} matches no linear layer of {kind}; fine-tune without lora.")
+        raise OptionError(
+            f"['targets']={wanted!r} matches no linear layer of {kind}; fine-tune without lora.", argument="lora"
+        )
     return sorted(set(found), key=linear.index)
 
 

@@ -30,7 +30,7 @@ def check_head(head: Any) -> dict[str, Any]:
     if head is None:
         return {}
     if not isinstance(head, Mapping):
-        raise OptionError(f"head={head!r} is not a dict of options; pass e.g. {{'hidden_dim': 128, 'dropout': 0.1}}.")
+        raise OptionError("is not a dict of options; pass e.g. {'hidden_dim': 128, 'dropout': 0.1}.", head=head)
     check_options("option of head", "head", head, ["hidden_dim", "dropout"])
     check_count("head['hidden_dim']", head.get("hidden_dim", 0), "dimensions", least=0)
     check_share("head['dropout']", head.get("dropout", 0))

@@ -85,22 +85,29 @@ def broader_labels(broader: Any, labels: pd.Categorical, column: Any) -> dict[st
     if isinstance(broader, Mapping):
         odd = [name for name, parent in broader.items() if not isinstance(parent, str) or means_no_label(parent)]
         if odd:
-            raise OptionError(f"broader has no label for {listing(map(str, odd))}; map every label to a broader label.")
+            raise OptionError(
+                f"has no label for {listing(map(str, odd))}; map every label to a broader label.",
+                argument="broader",
+            )
         found = {str(text_of(name)): str(parent) for name, parent in broader.items()}
         if missing := [name for name in names if name not in found]:
-            raise OptionError(f"broader has no entry for {listing(missing)}; map every label to a broader label.")
+            raise OptionError(
+                f"has no entry for {listing(missing)}; map every label to a broader label.", argument="broader"
+            )
         return found
     if not isinstance(broader, str):
         raise OptionError(
-            f"broader is of type {type(broader).__name__!r}; pass a column of the reference, or a mapping."
+            f"is of type {type(broader).__name__!r}; pass a column of the reference, or a mapping.",
+            argument="broader",
         )
     parents = labels_of(column(broader), key=str(broader), argument="broader")
     pairs = pd.DataFrame({"label": labels, "parent": parents}).dropna().drop_duplicates()
     counts = pairs["label"].value_counts().reindex(names, fill_value=0)
     if (wrong := counts[counts != 1]).size:
         raise OptionError(
-            f"broader={broader!r} has {wrong.iloc[0]} different values for the label {wrong.index[0]!r}; pass a column "
-            "with exactly one broader label for each label."
+            f"has {wrong.iloc[0]} different values for the label {wrong.index[0]!r}; pass a column "
+            "with exactly one broader label for each label.",
+            broader=broader,
         )
     return dict(zip(pairs["label"], pairs["parent"], strict=True))
 
@@ -111,7 +118,9 @@ def check_names(argument: str, names: Any) -> list[str] | None:
         return None
     listed = pd.api.types.is_list_like(names, allow_sets=False) and all(isinstance(name, str) for name in names)
     if not listed or not 0 < len(set(names)) == len(names):
-        raise OptionError(f"{argument}={names!r} is not a list of unique names; pass e.g. ['first', 'second'].")
+        raise OptionError(
+            "is not a list of unique names; pass e.g. ['first', 'second'].", argument=argument, value=names
+        )
     return list(names)
 
 
@@ -120,8 +129,11 @@ def check_weights(argument: str, weights: Any, classes: Sequence[str] | None) ->
     if weights is None or (isinstance(weights, str) and weights == BALANCED):
         return weights
     if not isinstance(weights, Mapping):
-        raise OptionError(f"{argument}={weights!r} must be None, 'balanced' or a dict of weights by class.")
+        raise OptionError("must be None, 'balanced' or a dict of weights by class.", argument=argument, value=weights)
     found = {str(name): check_positive(f"{argument}[{name!r}]", weight) for name, weight in weights.items()}
     if classes is not None and (unknown := set(found) - set(classes)):
-        raise OptionError(f"{argument} contains {min(unknown)!r}, which is not a class (classes: {listing(classes)}).")
+        raise OptionError(
+            f"contains {min(unknown)!r}, which is not a class (classes: {listing(classes)}).",
+            argument=argument,
+        )
     return found

@@ -46,7 +46,7 @@ class Split:
     def __post_init__(self) -> None:
         rows = np.concatenate([self.train, self.validation, self.test])
         if len(np.unique(rows)) < len(rows):  # a custom task may split cells
-            raise OptionError("train, validation and test share cells; a split must be disjoint.")
+            raise OptionError(", validation and test share cells; a split must be disjoint.", argument="train")
         if not len(self.train):
             raise OptionError("no training cells are left; lower validation_size or test_size.")
 
@@ -55,7 +55,7 @@ def check_shares(validation_size: float, test_size: float) -> None:
     """Raise :class:`~scforge.errors.OptionError` if the fractions leave no cells to train on."""
     if check_share("validation_size", validation_size) + check_share("test_size", test_size) >= 1:
         raise OptionError(
-            f"validation_size={validation_size} and test_size={test_size} leave no training cells; lower one of them."
+            f"and test_size={test_size} leave no training cells; lower one of them.", validation_size=validation_size
         )
 
 
@@ -137,8 +137,9 @@ def _check_groups(key: str, names: list[str], *, n_parts: int) -> None:
                 "of one group and test cells of the other"
             )
         raise DataError(
-            f"split_by={key!r} has {len(names)} group{'' if len(names) == 1 else 's'} with usable cells "
-            f"({listing(names)}), but training, validation and test sets need {n_parts} groups; {fix}."
+            f"has {len(names)} group{'' if len(names) == 1 else 's'} with usable cells "
+            f"({listing(names)}), but training, validation and test sets need {n_parts} groups; {fix}.",
+            split_by=key,
         )
 
 
@@ -205,9 +206,9 @@ def split_from(column: pd.Series, usable: np.ndarray | None, *, key: str) -> Spl
     texts = texts_of(column, key=key, argument="split_key")
     values, missing = np.asarray(texts, dtype=object), texts.isna()
     if unknown := sorted(set(texts.categories) - set(PARTS)):
-        raise DataError(f"split_key={key!r} contains {listing(unknown)}; use only {listing(PARTS)}.")
+        raise DataError(f"contains {listing(unknown)}; use only {listing(PARTS)}.", split_key=key)
     taking_part = ~missing if usable is None else ~missing & usable
     rows = {part: np.flatnonzero(taking_part & (values == part)) for part in PARTS}
     if not len(rows["train"]):
-        raise DataError(f"split_key={key!r} is not 'train' for any usable cell; assign cells to 'train'.")
+        raise DataError("is not 'train' for any usable cell; assign cells to 'train'.", split_key=key)
     return Split(**rows)

@@ -279,11 +279,13 @@ def _gene_names(names: Any, genes: set[str]) -> dict[str, str]:
         import pandas as pd
 
         if not Path(names).is_file():
-            raise MissingFileError(f"gene_names={str(names)!r} does not exist; pass a parquet, JSON or pickle file.")
+            raise MissingFileError("does not exist; pass a parquet, JSON or pickle file.", gene_names=str(names))
         names = pd.read_parquet(names)
     if not isinstance(names, Mapping):
         if missing := [name for name in ("symbol", "gene_id") if name not in names]:
-            raise DataError(f"gene_names lacks the column {missing[0]!r}; pass gene symbols and Ensembl ids.")
+            raise DataError(
+                f"lacks the column {missing[0]!r}; pass gene symbols and Ensembl ids.", argument="gene_names"
+            )
         names = dict(zip(names["symbol"].astype(str), names["gene_id"].astype(str), strict=True))
     return {name: gene for name, gene in names.items() if gene in genes and name not in genes}
 
@@ -345,8 +347,7 @@ def _options(model: Any) -> dict[str, Any]:
     spec = model.spec
     if spec.architecture != "transformer_encoder":
         raise OptionError(
-            f"architecture={spec.architecture!r} cannot be exported to this format; use "
-            "architecture='transformer_encoder'."
+            "cannot be exported to this format; use architecture='transformer_encoder'.", architecture=spec.architecture
         )
     if spec.tuning is not None and spec.tuning.lora is not None:
         raise OptionError("the model has low-rank adapters, which BERT does not support; fine-tune with lora=False.")
@@ -354,7 +355,7 @@ def _options(model: Any) -> dict[str, Any]:
     options = defaults | spec.model_options
     for name, value in {**_NEEDED, "head_activation": options["activation"]}.items():
         if options[name] != value:
-            raise OptionError(f"{name}={options[name]!r} is not supported by BERT; use {name}={value!r}.")
+            raise OptionError(f"is not supported by BERT; use {name}={value!r}.", argument=name, value=options[name])
     return options
 
 

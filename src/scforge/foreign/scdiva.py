@@ -189,13 +189,13 @@ def _genes(vocab: str | os.PathLike[str] | Sequence[str] | Mapping[str, int] | N
     """Return the genes in the order of the columns."""
     if vocab is None:
         raise OptionError(
-            "vocab=None, but a ScDiVa checkpoint has no gene names; pass the gene names in the order of its columns."
+            ", but a ScDiVa checkpoint has no gene names; pass the gene names in the order of its columns.", vocab=None
         )
     content: Any = vocab
     if isinstance(vocab, str | os.PathLike):
         path = Path(vocab)
         if not path.is_file():
-            raise MissingFileError(f"vocab={str(path)!r} does not exist; pass the file with the gene names.")
+            raise MissingFileError("does not exist; pass the file with the gene names.", vocab=str(path))
         is_json = path.suffix == ".json"
         content = read_json(path) if is_json else path.read_text(encoding="utf-8").removesuffix("\n").splitlines()
     return in_order(content) if isinstance(content, Mapping) else tuple(content)

@@ -175,8 +175,8 @@ def _panel(vocab: str | os.PathLike[str] | Sequence[str] | None, beside: Path) -
         return tuple(vocab)
     path = beside if vocab is None else Path(vocab)
     if not path.is_file():
-        raise MissingFileError(f"vocab={str(path)!r} does not exist; pass the gene list of scFoundation, {_PANEL}.")
+        raise MissingFileError(f"does not exist; pass the gene list of scFoundation, {_PANEL}.", vocab=str(path))
     table = pd.read_csv(path, sep="\t", keep_default_na=False)
     if missing := [name for name in ("gene_name", "index") if name not in table]:
-        raise DataError(f"vocab={str(path)!r} lacks the column {missing[0]!r}; pass the gene list of scFoundation.")
+        raise DataError(f"lacks the column {missing[0]!r}; pass the gene list of scFoundation.", vocab=str(path))
     return in_order(dict(zip(table["gene_name"].astype(str), table["index"].tolist(), strict=True)))

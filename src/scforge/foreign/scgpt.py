@@ -81,7 +81,9 @@ def scgpt_vocab(tokens: Mapping[str, int]) -> tuple[GeneVocab, tuple[int, ...]]:
     """
     names = in_order(tokens)
     if missing := [name for name in (PAD_TOKEN, CLS_TOKEN) if name not in tokens]:
-        raise DataError(f"vocab lacks the special tokens {listing(missing)}; pass the published vocab.json.")
+        raise DataError(
+            f"lacks the special tokens {listing(missing)}; pass the published vocab.json.", argument="vocab"
+        )
     special = [name for name in names if name.startswith("<") and name.endswith(">")]
     ours = list(dict.fromkeys([PAD_TOKEN, MASK_TOKEN, CLS_TOKEN, *special]))
     genes = [name for name in names if name not in set(ours)]
@@ -177,5 +179,5 @@ def _content(argument: str, given: Any, beside: Path) -> Mapping[str, Any]:
         return given
     path = beside if given is None else Path(given)
     if not path.is_file():
-        raise MissingFileError(f"{argument}={str(path)!r} does not exist; pass the published {beside.name}.")
+        raise MissingFileError(f"does not exist; pass the published {beside.name}.", argument=argument, value=str(path))
     return read_options(path)

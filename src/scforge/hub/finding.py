@@ -111,7 +111,7 @@ def copy_model(
         read_settled(source, copy)
         kind = kind_of_folder(place)
         if kind is None:
-            raise MissingFileError(f"folder={str(folder)!r} contains no {described_kind()}; pass a model folder.")
+            raise MissingFileError(f"contains no {described_kind()}; pass a model folder.", folder=str(folder))
         if None not in origin:
             content = {"repo_id": origin[0], "commit": origin[1], "sha256": sha256_of(place / _NEEDED[kind][0])}
             (place / ORIGIN_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -327,7 +327,7 @@ def find_model(
     else:
         folder = _checked(Path(name), prefix)
         if revision is not None:
-            raise OptionError(f"revision={revision!r} has no effect: {prefix} is a local folder; omit revision.")
+            raise OptionError(f"has no effect: {prefix} is a local folder; omit revision.", revision=revision)
         return FoundModel(folder, *origin_of(folder))
     assert repo_id is not None
     with hub_errors(prefix, repo_id, revision):

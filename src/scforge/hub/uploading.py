@@ -104,12 +104,12 @@ def send_model(
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     if not folder.is_dir():
-        raise MissingFileError(f"folder={str(folder)!r} is not a folder; pass a folder written by model.save().")
+        raise MissingFileError("is not a folder; pass a folder written by model.save().", folder=str(folder))
     if kind_of_folder(folder) is None:
-        raise ModelFileError(f"folder={str(folder)!r} contains no {described_kind()}; pass a model folder.")
+        raise ModelFileError(f"contains no {described_kind()}; pass a model folder.", folder=str(folder))
     if create_pr and revision is not None:
         raise OptionError(
-            f"revision={revision!r} does not work with create_pr=True, which targets the main branch; omit revision."
+            "does not work with create_pr=True, which targets the main branch; omit revision.", revision=revision
         )
     tell_left_behind(folder, reference=reference)
     names = [name for name in shared_files(folder) if reference or name != REFERENCE]

@@ -101,7 +101,7 @@ def _over_heads(weights_bnss: torch.Tensor, heads: str | int) -> torch.Tensor:
     if heads == "max":
         return weights_bnss.amax(dim=1)
     if isinstance(heads, bool) or not isinstance(heads, int) or not -n_heads <= heads < n_heads:
-        raise OptionError(f"heads={heads!r} must be 'mean', 'max' or the index of one of {n_heads} heads.")
+        raise OptionError(f"must be 'mean', 'max' or the index of one of {n_heads} heads.", heads=heads)
     return weights_bnss[:, heads]
 
 

@@ -113,7 +113,7 @@ def visit(module: nn.Module, cells: Cells, tokenizer: Tokenizer, do: Any, **opti
 def of_layer(parts: Sequence[torch.Tensor] | None, layer: int) -> torch.Tensor:
     """Return the output of one layer. Raises :class:`~scforge.errors.OptionError` if the layer does not exist."""
     if not parts or not -len(parts) <= layer < len(parts):
-        raise OptionError(f"layer={layer} is out of range for {len(parts or ())} layers; -1 is the last layer.")
+        raise OptionError(f"is out of range for {len(parts or ())} layers; -1 is the last layer.", layer=layer)
     return parts[layer]
 
 

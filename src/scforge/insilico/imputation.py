@@ -290,5 +290,5 @@ def _hidden_at_once(module: nn.Module, cells: Cells, tokenizer: Tokenizer, objec
     room = int(embedding.max_seq_len) - int(lengths.max())
     if room < 1:
         full = f"the {int(lengths.max())} tokens of a cell"
-        raise OptionError(f"max_seq_len={embedding.max_seq_len} leaves no room for more than {full}; raise it.")
+        raise OptionError(f"leaves no room for more than {full}; raise it.", max_seq_len=embedding.max_seq_len)
     return min(size, room)

@@ -70,13 +70,16 @@ def perturbation_table(
     perturbation = Perturbation.of(mode, cells.sample(_USUAL_CELLS, seed=seed), tokenizer)
     if (shares := perturbation.shares) is not None and (silent := genes[np.isnan(shares[genes])]).size:
         names = listing([vocab.genes[gene] for gene in silent], most=5)
-        raise DataError(f"mode='activate' requires expressed genes, but no cell expresses {names}; remove these genes.")
+        raise DataError(
+            f"requires expressed genes, but no cell expresses {names}; remove these genes.", mode="activate"
+        )
     tested = genes[:, None]
     if combinations is not False:
         if combinations is True or combinations != 2 or len(genes) < 2:
             raise OptionError(
-                f"combinations={combinations!r} is invalid; pass combinations=False for single genes, or "
-                "combinations=2 and at least two genes for pairs."
+                "is invalid; pass combinations=False for single genes, or "
+                "combinations=2 and at least two genes for pairs.",
+                combinations=combinations,
             )
         tested = np.array(list(combinations_of(genes.tolist(), 2)), dtype=np.int32)
     n_sides = 1 if is_goal is None else 2
@@ -138,7 +141,9 @@ def cells_in_state(cells: Cells, argument: str, state: State | None) -> np.ndarr
         return None
     pairs = list(state.items()) if isinstance(state, Mapping) else [state]
     if len(pairs) != 1 or not isinstance(pairs[0], tuple) or len(pairs[0]) != 2 or not isinstance(pairs[0][0], str):
-        raise OptionError(f'{argument}={state!r} is not a valid state; pass e.g. {argument}={{"cell_type": "B"}}.')
+        raise OptionError(
+            f'is not a valid state; pass e.g. {argument}={{"cell_type": "B"}}.', argument=argument, value=state
+        )
     key, value = pairs[0]
     values = list(value) if isinstance(value, (list, tuple, set, np.ndarray)) else [value]
     texts = texts_of(cells.column(key), key=key, argument=argument)
@@ -146,7 +151,8 @@ def cells_in_state(cells: Cells, argument: str, state: State | None) -> np.ndarr
     for name, value in zip(names, values, strict=True):
         if name not in texts.categories:
             raise DataError(
-                f"{argument}: no cell has {value!r} in obs[{key!r}]{suggest(value, texts.categories, 'available')}"
+                f": no cell has {value!r} in obs[{key!r}]{suggest(value, texts.categories, 'available')}",
+                argument=argument,
             )
     return np.asarray(texts.isin(names))
 

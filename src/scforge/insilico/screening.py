@@ -159,7 +159,7 @@ class Perturbation:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise OptionError(f"mode={self.mode!r} is not known (known: {listing(MODES)})")
+            raise OptionError(f"is not known (known: {listing(MODES)})", mode=self.mode)
 
     @classmethod
     def of(cls, mode: str, cells: CellSource, tokenizer: Tokenizer) -> Self:

@@ -172,8 +172,9 @@ def number_of_each(argument: str, given: Any, n_cells: int, device: torch.device
     whole = not (numbers.is_floating_point() or numbers.dtype == torch.bool)
     if not whole or numbers.ndim > 1 or (numbers.ndim == 1 and len(numbers) != n_cells):
         raise OptionError(
-            f"{argument} has dtype {numbers.dtype} and shape {tuple(numbers.shape)}; pass an integer, or one integer "
-            f"for each of the {n_cells} cells."
+            f"has dtype {numbers.dtype} and shape {tuple(numbers.shape)}; pass an integer, or one integer "
+            f"for each of the {n_cells} cells.",
+            argument=argument,
         )
     return numbers.long().expand(n_cells)
 

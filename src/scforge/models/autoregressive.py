@@ -106,15 +106,16 @@ def generate_cells(
         max_len = most
     if check_count("max_len", max_len, "tokens", least=1 + n_first) > most:
         raise OptionError(
-            f"max_len={max_len} is more than the {most} tokens that a cell can have, because each gene occurs once and "
-            f"max_seq_len={model.max_seq_len}; lower max_len."
+            f"is more than the {most} tokens that a cell can have, because each gene occurs once and "
+            f"max_seq_len={model.max_seq_len}; lower max_len.",
+            max_len=max_len,
         )
     begin = _begin(prompt, n_cells, first_id, n_special, model, max_len)
     classes = None if condition is None else number_of_each("condition", condition, n_cells, device)
     if classes is not None and (wrong_b := (classes < 0) | (classes > model.n_conditions)).any():
         raise OptionError(
-            f"condition={int(classes[wrong_b][0])} must be between 0 (no condition) and "
-            f"n_conditions={model.n_conditions}."
+            f"must be between 0 (no condition) and n_conditions={model.n_conditions}.",
+            condition=int(classes[wrong_b][0]),
         )
     draws = [generator_of(f"{seed} {first_cell + row}") for row in range(n_cells)]
     draws_bt2 = torch.stack([torch.rand((max_len, 2), generator=generator, dtype=torch.float64) for generator in draws])
@@ -251,22 +252,29 @@ def _begin(
     ids, values, mask, is_first = read_prompt(prompt, n_cells, first_id, n_special, model.vocab_size)
     lengths = mask.sum(dim=1)
     if int(lengths.min()) == 0:
-        raise OptionError("first_id=None requires a prompt with at least one token for every cell; pass such a prompt.")
+        raise OptionError(
+            "requires a prompt with at least one token for every cell; pass such a prompt.", first_id=None
+        )
     if int(lengths.max()) > max_len:
         raise OptionError(
-            f"prompt has {int(lengths.max())} tokens, including the first token, but max_len={max_len}; pass fewer "
-            "tokens, or increase max_len."
+            f"has {int(lengths.max())} tokens, including the first token, but max_len={max_len}; pass fewer "
+            "tokens, or increase max_len.",
+            argument="prompt",
         )
     bins = values.nan_to_num(-1.0).round().long().masked_fill(is_first, 0)
     known = mask & ~is_first & ~values.isnan()
     wrong = known & ((bins < 1) | (bins >= model.n_bins) | (values != bins))
     if bool(wrong.any()):
         raise OptionError(
-            f"prompt contains the value {float(values[wrong][0]):g}, which is not a bin from 1 to {model.n_bins - 1}; "
-            "pass bins from the tokenizer, or NaN for bins to sample."
+            f"contains the value {float(values[wrong][0]):g}, which is not a bin from 1 to {model.n_bins - 1}; "
+            "pass bins from the tokenizer, or NaN for bins to sample.",
+            argument="prompt",
         )
     if first_id is None and not bool(known[:, 0].all()):
-        raise OptionError("prompt has no bin for the first token, which cannot be predicted; pass its bin in values.")
+        raise OptionError(
+            "has no bin for the first token, which cannot be predicted; pass its bin in values.",
+            argument="prompt",
+        )
     return _Prompt(ids, bins, lengths)
 
 
@@ -393,8 +401,9 @@ class AutoregressiveTransformer(Architecture):
         check_choice("pooling", pooling, sorted(POOLINGS))
         if pooling == _READOUT and causal_encode and not shift_labels:
             raise OptionError(
-                "pooling='cls' with shift_labels=False uses the first token, which attends to no other token in a "
-                "causal encoder; choose causal_encode=False or pooling='mean'."
+                "with shift_labels=False uses the first token, which attends to no other token in a "
+                "causal encoder; choose causal_encode=False or pooling='mean'.",
+                pooling="cls",
             )
         self.shift_labels = self.predicts_next = shift_labels
         self.causal_encode = causal_encode
@@ -586,8 +595,8 @@ class AutoregressiveTransformer(Architecture):
         """Set the bin values, shape (n_bins,), e.g. the mean log1p CP10K of each bin."""
         if bin_values.shape != self.bin_values.shape:
             raise OptionError(
-                f"bin_values has shape {tuple(bin_values.shape)}, but there are {self.n_bins} bins; pass one value per "
-                "bin."
+                f"has shape {tuple(bin_values.shape)}, but there are {self.n_bins} bins; pass one value per bin.",
+                argument="bin_values",
             )
         self.bin_values.copy_(bin_values)
 
@@ -606,8 +615,8 @@ class AutoregressiveTransformer(Architecture):
         check_shapes(input_ids.shape, attention_mask=attention_mask, values=values, attention_bias=attention_bias)
         if condition is not None and condition.shape != input_ids.shape[:1]:
             raise OptionError(
-                f"condition has shape {tuple(condition.shape)}, but there are {len(input_ids)} cells; pass one class "
-                "per cell."
+                f"has shape {tuple(condition.shape)}, but there are {len(input_ids)} cells; pass one class per cell.",
+                argument="condition",
             )
         n_tokens, tokens_bs = input_ids.shape[1], attention_mask != 0
         hidden_bsh = self._embed(input_ids, tokens_bs, values, token_positions(tokens_bs), condition)
@@ -649,8 +658,9 @@ class AutoregressiveTransformer(Architecture):
         if self.condition_embedding is None:
             if bool((condition != 0).any()):
                 raise OptionError(
-                    "condition contains classes, but n_conditions=0; create the model with the number of classes as "
-                    "n_conditions."
+                    "contains classes, but n_conditions=0; create the model with the number of classes as "
+                    "n_conditions.",
+                    argument="condition",
                 )
             return hidden_bsh
         vectors_bh = self.condition_embedding((condition - 1).clamp(min=0)) * (condition > 0).unsqueeze(1)

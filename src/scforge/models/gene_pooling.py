@@ -178,8 +178,8 @@ class GenePoolingModel(Architecture):
         check_choice("pooling", pooling, ["mean", "weighted_sum"])
         if latent_dim is not None and pooling == "mean":
             raise OptionError(
-                f"latent_dim={latent_dim} has no effect with pooling='mean'; omit latent_dim, or choose "
-                "pooling='weighted_sum'."
+                "has no effect with pooling='mean'; omit latent_dim, or choose pooling='weighted_sum'.",
+                latent_dim=latent_dim,
             )
         check_count("num_layers", num_layers, "layers")
         if latent_dim is not None:
@@ -212,8 +212,9 @@ class GenePoolingModel(Architecture):
         if n_batches is not None:
             if pooling == "mean":
                 raise OptionError(
-                    f"pooling='mean' does not include the expression decoder that n_batches={n_batches} and decoding "
-                    "objectives require; choose pooling='weighted_sum', or another objective."
+                    f"does not include the expression decoder that n_batches={n_batches} and decoding "
+                    "objectives require; choose pooling='weighted_sum', or another objective.",
+                    pooling="mean",
                 )
             n_genes = vocab_size - n_special
             self.decoder = nn.ModuleDict(

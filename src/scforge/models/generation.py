@@ -49,18 +49,26 @@ def read_prompt(
     first[:, :1] = first_id is not None
     wrong = mask & ~first & ((ids < n_special) | (ids >= vocab_size))
     if bool(wrong.any()):
-        raise OptionError(f"prompt contains the token {int(ids[wrong][0])}, which is not a gene; remove this token.")
+        raise OptionError(
+            f"contains the token {int(ids[wrong][0])}, which is not a gene; remove this token.",
+            argument="prompt",
+        )
     again = mask & ~first_of_its_kind(ids.masked_fill(~mask, -1))
     if bool(again.any()):
         row, column = again.nonzero()[0].tolist()
-        raise OptionError(f"prompt contains gene {int(ids[row, column])} more than once in cell {row}; pass each once.")
+        raise OptionError(
+            f"contains gene {int(ids[row, column])} more than once in cell {row}; pass each once.",
+            argument="prompt",
+        )
     return Prompt(ids, values, mask, first)
 
 
 def _tensors_of(prompt: Mapping[str, torch.Tensor], n_cells: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the ids, values and mask of a prompt, shape (B, P)."""
     if not isinstance(prompt, Mapping) or "input_ids" not in prompt:
-        raise OptionError("prompt is not a mapping with the key 'input_ids'; pass a batch from the tokenizer.")
+        raise OptionError(
+            "is not a mapping with the key 'input_ids'; pass a batch from the tokenizer.", argument="prompt"
+        )
     ids = torch.as_tensor(prompt["input_ids"]).cpu().long()
     values, mask = prompt.get("values"), prompt.get("attention_mask")
     values = torch.full(ids.shape, float("nan")) if values is None else torch.as_tensor(values).cpu().float()
@@ -68,11 +76,14 @@ def _tensors_of(prompt: Mapping[str, torch.Tensor], n_cells: int) -> tuple[torch
     for name, tensor in (("values", values), ("attention_mask", mask)):
         if tensor.shape != ids.shape:
             raise OptionError(
-                f"prompt has {name} of shape {tuple(tensor.shape)}, but input_ids of shape {tuple(ids.shape)}; pass "
-                "one number per token."
+                f"has {name} of shape {tuple(tensor.shape)}, but input_ids of shape {tuple(ids.shape)}; pass "
+                "one number per token.",
+                argument="prompt",
             )
     if ids.ndim not in (1, 2) or (ids.ndim == 2 and len(ids) != n_cells):
-        raise OptionError(f"prompt has input_ids of shape {tuple(ids.shape)}; pass shape (P,) or ({n_cells}, P).")
+        raise OptionError(
+            f"has input_ids of shape {tuple(ids.shape)}; pass shape (P,) or ({n_cells}, P).", argument="prompt"
+        )
     shape = (n_cells, ids.shape[-1])
     return ids.expand(shape), values.expand(shape), mask.expand(shape)
 

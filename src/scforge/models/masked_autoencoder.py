@@ -208,7 +208,7 @@ class MaskedAutoencoder(Architecture):
         decoder_heads = encoder_heads if decoder_heads is None else decoder_heads
         if decoder_dim < 1 or decoder_dim % decoder_heads:
             raise OptionError(
-                f"decoder_dim={decoder_dim} is not divisible by decoder_heads={decoder_heads}; change one."
+                f"is not divisible by decoder_heads={decoder_heads}; change one.", decoder_dim=decoder_dim
             )
         config = TransformerConfig(
             hidden_dim=encoder_dim,

@@ -49,7 +49,9 @@ def check_layers(options: Mapping[str, Any]) -> None:
     """Raise an OptionError for a number of layers that no model has; creating them would take all memory."""
     for option, value in options.items():
         if option.endswith("layers") and isinstance(value, int) and value > _MAX_LAYERS:
-            raise OptionError(f"{option}={value!r} is more than {_MAX_LAYERS:,} layers; choose fewer layers.")
+            raise OptionError(
+                f"is more than {_MAX_LAYERS:,} layers; choose fewer layers.", argument=option, value=value
+            )
 
 
 def get_model(name: str, config: ModelConfig) -> nn.Module:
@@ -106,8 +108,9 @@ def own_names(architecture: Any, options: dict[str, Any]) -> dict[str, Any]:
         if shared in options and own in options:
             name = architecture.__name__
             raise OptionError(
-                f"{shared}={options[shared]!r} and {own}={options[own]!r} set the same option of {name}; pass only one "
-                "of the two."
+                f"and {own}={options[own]!r} set the same option of {name}; pass only one of the two.",
+                argument=shared,
+                value=options[shared],
             )
     return {renamed.get(option, option): value for option, value in options.items()}
 

@@ -148,22 +148,24 @@ class TransformerEncoder(Architecture):
             check_choice("expression_head", expression_head, ["value", "deep", "bin"])
         if (expression_head == "bin") != (n_bins is not None):
             raise OptionError(
-                f"n_bins={n_bins!r} does not work with expression_head={expression_head!r}; set n_bins if and only if "
-                "expression_head='bin'."
+                f"does not work with expression_head={expression_head!r}; set n_bins if and only if "
+                "expression_head='bin'.",
+                n_bins=n_bins,
             )
         if tie_head and (gene_vectors is not None or not gene_head):
             raise OptionError(
-                "tie_head=True requires a learned gene embedding and a gene head that shares its weights, and does "
-                "not work with gene_vectors or gene_head=False; omit tie_head, or change the other option."
+                "requires a learned gene embedding and a gene head that shares its weights, and does "
+                "not work with gene_vectors or gene_head=False; omit tie_head, or change the other option.",
+                tie_head=True,
             )
         if embedding_layer >= num_layers:
             raise OptionError(
-                f"embedding_layer={embedding_layer}, but there are only {num_layers} layers; pass a smaller number."
+                f", but there are only {num_layers} layers; pass a smaller number.", embedding_layer=embedding_layer
             )
         if not n_special and (pooling in ("depths", "genes") or special_value is not None):
             raise OptionError(
-                f"pooling={pooling!r} with special_value={special_value!r} requires n_special, the number of special "
-                "tokens."
+                f"with special_value={special_value!r} requires n_special, the number of special tokens.",
+                pooling=pooling,
             )
         config = TransformerConfig(
             hidden_dim=hidden_dim,

@@ -33,7 +33,8 @@ def perturbation_baselines(
         values = frame.to_numpy(dtype=np.float64)
         if not np.isfinite(values).all() or not frame.index.is_unique:
             raise DataError(
-                "gene_features has non-finite values or duplicate targets; pass one row of numbers per target."
+                "has non-finite values or duplicate targets; pass one row of numbers per target.",
+                argument="gene_features",
             )
         names = frame.index.astype(str)
         tables[name] = dict(zip(names, _scores(values, BANDS[-1]), strict=True))

@@ -259,8 +259,8 @@ class PerturbedCells(Conditions):
             texts = texts_of(adata.obs[keys.context], key=keys.context, argument="context_key")
             if n_missing := int(texts.isna().sum()):
                 raise DataError(
-                    f"context_key={keys.context!r} is missing for {n_missing} cells of {argument}; fill in the "
-                    "values or drop these cells."
+                    f"is missing for {n_missing} cells of {argument}; fill in the values or drop these cells.",
+                    context_key=keys.context,
                 )
             contexts = list(texts)
         # Models predict into X, whatever layer the measured values are in.
@@ -293,11 +293,12 @@ class PerturbedCells(Conditions):
             If there is no effect, or a context has no controls.
         """
         if not self.effects:
-            raise DataError(f"{argument} contains only controls, so there are no effects; add perturbed cells.")
+            raise DataError("contains only controls, so there are no effects; add perturbed cells.", argument=argument)
         without = sorted({e.context for e, n in zip(self.effects, groups.n[self.controls], strict=True) if not n})
         if without:
             raise DataError(
-                f"{argument} has no control cells in the contexts {listing(without)}; add controls for these contexts."
+                f"has no control cells in the contexts {listing(without)}; add controls for these contexts.",
+                argument=argument,
             )
         return effects_of(groups, np.arange(len(self.effects)), self.controls)
 
@@ -309,8 +310,8 @@ def columns_of(names: pd.Index, genes: pd.Index, argument: str) -> np.ndarray:
         first = f"{str(genes[missing][0])!r}{did_you_mean(genes[missing][0], names[:5000])}"
         n_missing = int(missing.sum())
         raise DataError(
-            f"{argument} lacks {n_missing} of {len(genes)} genes (first: {first}); use only genes that are in "
-            "both data sets."
+            f"lacks {n_missing} of {len(genes)} genes (first: {first}); use only genes that are in both data sets.",
+            argument=argument,
         )
     return columns
 
@@ -400,8 +401,8 @@ def known_effects(train: PerturbedCells, contexts: set[str]) -> KnownEffects:
     controls = {name: mean for name, n, mean in zip(train.contexts, sizes, means, strict=True) if n}
     if without := sorted(contexts - {*controls}):
         raise DataError(
-            f"train has no control cells in the contexts {listing(without)}; move control cells of these contexts to "
-            "train."
+            f"has no control cells in the contexts {listing(without)}; move control cells of these contexts to train.",
+            argument="train",
         )
     return KnownEffects(train.effects, effects.deltas, controls, effects.n_cells)
 

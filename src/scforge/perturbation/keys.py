@@ -58,7 +58,7 @@ class PerturbationKeys:
 
     def __post_init__(self) -> None:
         if self.separator is not None and (not isinstance(self.separator, str) or not self.separator.strip()):
-            raise OptionError(f"separator={self.separator!r} is not a valid label separator; pass e.g. '+', or None.")
+            raise OptionError("is not a valid label separator; pass e.g. '+', or None.", separator=self.separator)
 
     def split(self, label: str) -> list[str]:
         """Split a label at the separator; the control stays whole, even if its name contains the separator.
@@ -108,7 +108,10 @@ class PerturbationKeys:
         effects = [Effect(some, str(context)) for some, (_, context) in zip(targets, labels, strict=False)]
         twice = self.titles([effect for effect, n in Counter(effects).items() if n > 1])
         if twice := [*twice, *table.columns[table.columns.duplicated()]]:
-            raise DataError(f"predictions contains {listing(twice)} more than once; pass each effect and gene once.")
+            raise DataError(
+                f"contains {listing(twice)} more than once; pass each effect and gene once.",
+                argument="predictions",
+            )
         return effects
 
 
@@ -148,8 +151,9 @@ def parse_perturbations(obs: pd.DataFrame, keys: PerturbationKeys) -> list[tuple
     texts = texts_of(obs[keys.perturbation], key=keys.perturbation, argument="perturbation")
     if len(missing := np.flatnonzero(texts.codes < 0)):
         raise DataError(
-            f"obs[{keys.perturbation!r}] is missing for {len(missing)} of {len(texts)} cells; label these cells, or "
-            "drop them."
+            f"[{keys.perturbation!r}] is missing for {len(missing)} of {len(texts)} cells; label these cells, or "
+            "drop them.",
+            argument="obs",
         )
     labels = [str(label).strip() for label in texts.categories]
     parts = [keys.split(label) for label in labels]
@@ -157,9 +161,7 @@ def parse_perturbations(obs: pd.DataFrame, keys: PerturbationKeys) -> list[tuple
         cut = any(part.count("(") != part.count(")") for part in split) and label.count("(") == label.count(")")
         if cut or not all(split):
             where = "within brackets" if cut else "into empty parts"
-            raise DataError(
-                f"separator={keys.separator!r} splits {label!r} {where}; use another one, or separator=None."
-            )
+            raise DataError(f"splits {label!r} {where}; use another one, or separator=None.", separator=keys.separator)
     known = sorted({part for split in parts for part in split})
     check_known("control", keys.control, known, f"obs[{keys.perturbation!r}]")
     targets = [keys.targets(label) for label in labels]

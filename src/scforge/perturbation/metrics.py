@@ -245,7 +245,10 @@ def score_deltas(
     from sklearn.metrics.pairwise import cosine_distances
 
     if not np.isfinite(predicted).all():
-        raise DataError("predicted contains NaN or infinite values, so effects cannot be scored; pass finite values.")
+        raise DataError(
+            "contains NaN or infinite values, so effects cannot be scored; pass finite values.",
+            argument="predicted",
+        )
     top = np.argsort(-np.abs(scores), axis=1, kind="stable")[:, :_TOP_GENES]
     weights, error, nothing = de_weights(scores), predicted - measured, np.full(len(predicted), np.nan)
     rest = measured - (measured.mean(axis=0) if center is None else center)

@@ -67,9 +67,12 @@ def check_columns(argument: str, given: Any, needed: Iterable[str]) -> pd.DataFr
     """Return a table, or the table of a report. Raises an error if it is empty or lacks a column."""
     frame = given.to_frame() if hasattr(given, "to_frame") else given
     if not hasattr(frame, "columns"):
-        raise DataError(f"{argument} is of type {type(frame).__name__!r}; pass a report or a table (pandas DataFrame).")
+        raise DataError(
+            f"is of type {type(frame).__name__!r}; pass a report or a table (pandas DataFrame).",
+            argument=argument,
+        )
     for name in needed:
         check_known("column", name, frame, argument)
     if not len(frame):
-        raise DataError(f"{argument} has no rows, so there is nothing to plot.")
+        raise DataError("has no rows, so there is nothing to plot.", argument=argument)
     return frame

@@ -69,8 +69,8 @@ def perturbation_scatter(
     known = effects[[measured, predicted]].astype(float).replace([np.inf, -np.inf], np.nan).dropna()
     if len(known) < 2:
         raise DataError(
-            f"effects contains {len(known)} genes with both {predicted!r} and {measured!r}; pass at least two such "
-            "genes."
+            f"contains {len(known)} genes with both {predicted!r} and {measured!r}; pass at least two such genes.",
+            argument="effects",
         )
     x, y = known[measured].to_numpy(), known[predicted].to_numpy()
     ax = new_axes(ax, 5.2, 4.2)
@@ -216,15 +216,21 @@ def in_silico_ranking(
     ['LYZ', 'ACTB']
     """
     if metric not in ("shift_z", "goal_z"):
-        raise OptionError(f"metric={metric!r} is not known; choose 'shift_z' or 'goal_z'.")
+        raise OptionError("is not known; choose 'shift_z' or 'goal_z'.", metric=metric)
     check_columns("table", table, ("gene", metric))
     check_count("n_genes", n_genes, "genes")
     if "group" in table and table["group"].nunique() > 1:
         group = table["group"].iloc[0]
-        raise DataError(f"table contains several groups; plot one of them, e.g. table[table['group'] == {group!r}].")
+        raise DataError(
+            f"contains several groups; plot one of them, e.g. table[table['group'] == {group!r}].",
+            argument="table",
+        )
     top = table.dropna(subset=[metric]).sort_values(metric, ascending=False, kind="stable").head(n_genes)
     if not len(top):
-        raise DataError(f"table has no values in the column {metric!r}; perturb more cells, or set n_permutations.")
+        raise DataError(
+            f"has no values in the column {metric!r}; perturb more cells, or set n_permutations.",
+            argument="table",
+        )
     names = top["gene"].astype(str)
     if "gene_2" in top:
         names = names + " + " + top["gene_2"].astype(str)

@@ -184,7 +184,7 @@ def calibration(
         raise DataError(f"no cell has a true class ({truth!r}), a predicted class and a confidence to plot.")
     sure = known["confidence"].to_numpy(dtype=np.float64)
     if sure.min() < 0 or sure.max() > 1 + 1e-6:
-        raise DataError(f"confidence={confidence!r} contains values outside [0, 1]; pass a column with probabilities.")
+        raise DataError("contains values outside [0, 1]; pass a column with probabilities.", confidence=confidence)
     right = known["truth"].astype(str) == known["predicted"].astype(str)
     bins = np.searchsorted(np.linspace(0, 1, n_bins + 1)[1:-1], sure)
     grouped = known.assign(right=right, sure=sure).groupby(bins)[["right", "sure"]]

@@ -89,7 +89,9 @@ def metrics(
     else:
         axes = list(ax) if isinstance(ax, Sequence | np.ndarray) else [ax]
     if len(axes) != len(chosen):
-        raise OptionError(f"ax contains {len(axes)} axes for {len(chosen)} metrics; pass one axes per metric.")
+        raise OptionError(
+            f"contains {len(axes)} axes for {len(chosen)} metrics; pass one axes per metric.", argument="ax"
+        )
     for name, one in zip(chosen, axes, strict=True):
         _panel(one, frame[frame["metric"] == name].set_index("method"), order, kinds)
         one.set_xlabel(name.replace("_", " ") + ("\n(lower is better)" if name in lower_is_better else ""))

@@ -72,15 +72,17 @@ def annotation(
     entries = adata.uns.get(UNS_KEY, {})
     keys = [name for name, entry in entries.items() if "reference_embedding" in entry and name in adata.obs]
     if not keys:
-        raise DataError("adata has no transferred labels; call scforge.annotate(adata, reference) first.")
+        raise DataError("has no transferred labels; call scforge.annotate(adata, reference) first.", argument="adata")
     if key is None and len(keys) > 1:
-        raise OptionError(f"adata has several columns with transferred labels ({listing(keys)}); pass one as key.")
+        raise OptionError(
+            f"has several columns with transferred labels ({listing(keys)}); pass one as key.", argument="adata"
+        )
     key = keys[0] if key is None else key
     check_known("key", key, keys, "the columns with transferred labels")
     if axes is None:
         axes = plt.subplots(1, 3, figsize=(17, 4.5), layout="constrained")[1]
     elif len(axes) != 3:
-        raise OptionError(f"axes has {len(axes)} axes; pass three.")
+        raise OptionError(f"has {len(axes)} axes; pass three.", argument="axes")
     entry, rng = entries[key], np.random.default_rng(seed)
     obsm_key = str(entry["embedding_key"])
     if obsm_key not in adata.obsm or entries.get(obsm_key, {}).get("model") != entry["model"]:

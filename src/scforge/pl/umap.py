@@ -209,8 +209,9 @@ def _totals_of(adata: AnnData, obsm_keys: list[str], report: Any, benchmark: str
     row_of = {key: name for key, names in both.items() for name in names[::-1] if name in scores.index}
     if report is not None and (scores.empty or not row_of):
         raise DataError(
-            f"report has no scIB scores of {listing(obsm_keys)}; name its rows by these obsm_keys, and score them with "
-            "scforge.eval.Scib."
+            f"has no scIB scores of {listing(obsm_keys)}; name its rows by these obsm_keys, and score them with "
+            "scforge.eval.Scib.",
+            argument="report",
         )
     return {key: scores.loc[name].dropna().to_dict() for key, name in row_of.items()}
 

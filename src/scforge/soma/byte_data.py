@@ -98,7 +98,7 @@ def hold_out(documents: Sequence[Document], share: float, *, seed: int) -> tuple
     (8, 2)
     """
     if check_share("validation_size", share) == 1:
-        raise OptionError(f"validation_size={share!r} leaves no training data; pass a number below 1.")
+        raise OptionError("leaves no training data; pass a number below 1.", validation_size=share)
     if share == 0:
         return list(documents), []
     sizes: Counter[bytes] = Counter()
@@ -121,7 +121,7 @@ def hold_out(documents: Sequence[Document], share: float, *, seed: int) -> tuple
     longest = max((one.data for one in left), key=lambda data: (sizes[data], data))
     cut = len(longest) - max(1, round(len(longest) * (target - n_bytes) / sizes[longest]))
     if cut < 1:
-        raise OptionError(f"validation_size={share!r} leaves no training bytes; pass more data, or validation_size=0.")
+        raise OptionError("leaves no training bytes; pass more data, or validation_size=0.", validation_size=share)
     ends = [Document(one.name, longest[cut:]) for one in left if one.data == longest]
     return [Document(one.name, longest[:cut]) if one.data == longest else one for one in left], held_out + ends
 

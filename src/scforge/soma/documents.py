@@ -101,7 +101,7 @@ def read_groups(
         needed = "fasta" if option == "field" else "table"
         if value is not None and needed not in there:
             raise OptionError(
-                f"{option}={value!r} has no effect, because no file is of kind {needed!r}; omit {option}."
+                f"has no effect, because no file is of kind {needed!r}; omit {option}.", argument=option, value=value
             )
     names = _COLUMNS | {option: column for option, column in columns.items() if column is not None}
     return [[one for path, this in group for one in _read(path, this, field, names)] for group in kinds]
@@ -111,9 +111,9 @@ def _paths(files: Files) -> list[Path]:
     try:
         paths = [Path(file) for file in ([files] if isinstance(files, str | os.PathLike) else files)]
     except TypeError as error:
-        raise OptionError(f"files={files!r} must be a file name or a list of file names.") from error
+        raise OptionError("must be a file name or a list of file names.", files=files) from error
     if not paths:
-        raise OptionError("files is empty; pass at least one file.")
+        raise OptionError("is empty; pass at least one file.", argument="files")
     return paths
 
 
@@ -130,7 +130,7 @@ def _read(path: Path, kind: str, field: str | None, columns: dict[str, str]) -> 
         return _rows(path, _DELIMITERS.get(_suffix(path), ","), columns)
     data = _content(path)
     if not data:
-        raise DataError(f"files contains {str(path)!r}, which is empty; remove it from files.")
+        raise DataError(f"contains {str(path)!r}, which is empty; remove it from files.", argument="files")
     return [Document(_unpacked(path).stem, data)]
 
 
@@ -167,7 +167,7 @@ def _rows(path: Path, delimiter: str, columns: dict[str, str]) -> list[Document]
         if header.count(column) != 1:
             twice = f"more than once in {str(path)!r}"
             found = twice if column in header else f"not in {str(path)!r}{did_you_mean(column, header)}"
-            raise DataError(f"{option}={column!r} is {found} (columns: {listing(header)}).")
+            raise DataError(f"is {found} (columns: {listing(header)}).", argument=option, value=column)
     table = (
         table.iloc[1:].set_axis(header, axis=1)[list(columns.values())].fillna("").apply(lambda one: one.str.strip())
     )
@@ -196,14 +196,14 @@ def _content(path: Path) -> bytes:
     """Return the bytes of a file; ``.gz`` files are decompressed."""
     if not path.is_file():
         what = "is a folder; pass the files in the folder" if path.is_dir() else "does not exist; check the file name"
-        raise MissingFileError(f"files: {str(path)!r} {what}.")
+        raise MissingFileError(f": {str(path)!r} {what}.", argument="files")
     data = path.read_bytes()
     if _unpacked(path) == path:
         return data
     try:
         return gzip.decompress(data)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"files: {str(path)!r} cannot be decompressed: {first_line(error)}.") from error
+        raise DataError(f": {str(path)!r} cannot be decompressed: {first_line(error)}.", argument="files") from error
 
 
 def read_fasta(path: str | os.PathLike[str], *, field: str | None = None) -> list[FastaRecord]:

@@ -139,11 +139,15 @@ def gene_table(
     (2, 8)
     """
     if not isinstance(genes, Mapping) or not genes:
-        raise DataError("genes is empty or not a dict; pass at least one gene name with its text or sequence.")
+        raise DataError(
+            "is empty or not a dict; pass at least one gene name with its text or sequence.", argument="genes"
+        )
     documents = []
     for name, text in genes.items():
         if not isinstance(text, str | bytes) or not text:
-            raise DataError(f"genes contains {text!r} for gene {name!r}; pass text or bytes, or remove the gene.")
+            raise DataError(
+                f"contains {text!r} for gene {name!r}; pass text or bytes, or remove the gene.", argument="genes"
+            )
         documents.append(Document(str(name), text.encode() if isinstance(text, str) else text))
     return _embed(documents, model, output, "error", batch_size, device, overwrite, progress_bar)
 
@@ -166,8 +170,9 @@ def _embed(
     if duplicates == "error" and names.has_duplicates:
         twice = names[names.duplicated()].unique()
         raise DataError(
-            f"files contains the name {twice[0]!r} more than once; rename one of the records, or pass "
-            f"{spelled("duplicates='mean'", '--duplicates mean')}."
+            f"contains the name {twice[0]!r} more than once; rename one of the records, or pass "
+            f"{spelled("duplicates='mean'", '--duplicates mean')}.",
+            argument="files",
         )
     module, seq_len = read_model(model)
     vectors = _vectors(
@@ -189,7 +194,7 @@ def _embed(
 
 def _check_output(output: Path, overwrite: bool) -> None:
     if output.suffix not in _SUFFIXES:
-        raise OptionError(f"output={str(output)!r} has an unknown format; it must end with {' or '.join(_SUFFIXES)}.")
+        raise OptionError(f"has an unknown format; it must end with {' or '.join(_SUFFIXES)}.", output=str(output))
     check_output("output", output, overwrite=overwrite)
 
 

@@ -58,12 +58,14 @@ def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tu
         If a file is corrupted, or weights and configuration do not match.
     """
     if not isinstance(folder, str | os.PathLike):
-        raise OptionError(f"{argument} is of type {type(folder).__name__}; pass the folder of a training run.")
+        raise OptionError(f"is of type {type(folder).__name__}; pass the folder of a training run.", argument=argument)
     path = Path(folder)
     if not (path / CONFIG).is_file() and (path / FINAL / CONFIG).is_file():
         path /= FINAL
     if missing := [name for name in (CONFIG, WEIGHTS) if not (path / name).is_file()]:
-        raise MissingFileError(f"{argument}={str(path)!r} is not a byte-level language model: {missing[0]} is missing.")
+        raise MissingFileError(
+            f"is not a byte-level language model: {missing[0]} is missing.", argument=argument, value=str(path)
+        )
     return read_settled(path, _read)
 
 
@@ -148,5 +150,5 @@ def device_of(device: str) -> torch.device:
         number = torch.zeros((), device=torch.device(device))
         number.item()  # "meta" contains none
     except (RuntimeError, AssertionError, TypeError) as error:  # torch without CUDA asserts it
-        raise OptionError(f"device={device!r} cannot be used ({first_line(error)}); pass 'auto' or 'cpu'.") from error
+        raise OptionError(f"cannot be used ({first_line(error)}); pass 'auto' or 'cpu'.", device=device) from error
     return number.device

@@ -294,7 +294,7 @@ def train(
     ['README.md', 'config.json', 'weights.safetensors']
     """
     if resume is not None and overwrite:
-        raise OptionError(f"resume={str(resume)!r} and overwrite=True contradict each other; pass only one of the two.")
+        raise OptionError("and overwrite=True contradict each other; pass only one of the two.", resume=str(resume))
     if checkpoint_every_n_steps is not None:
         check_count("checkpoint_every_n_steps", checkpoint_every_n_steps, "steps")
     check_positive("sig_reg", sig_reg, or_zero=True)
@@ -376,13 +376,14 @@ def _documents(
     if validation is None:
         return hold_out(read_documents(files, **reading), _HELD_OUT if share is None else share, seed=seed)
     if share is not None:
-        raise OptionError(f"validation_size={share!r} has no effect if validation is passed; pass only one of the two.")
+        raise OptionError("has no effect if validation is passed; pass only one of the two.", validation_size=share)
     documents, held_out = read_groups([files, validation], **reading)
     if known := {one.data for one in documents} & {one.data for one in held_out}:
         name = next(one.name for one in held_out if one.data in known)
         raise DataError(
-            f"validation contains {len(known)} documents that are also in files, e.g. {name!r}; remove these documents "
-            "from one of the two."
+            f"contains {len(known)} documents that are also in files, e.g. {name!r}; remove these documents "
+            "from one of the two.",
+            argument="validation",
         )
     return documents, held_out
 

@@ -99,10 +99,13 @@ def unflatten_dict(flat_dict: Mapping[str, Any], sep: str = ".") -> dict[str, An
             if not isinstance(place, dict):
                 shorter = sep.join(parents[:depth])
                 raise DataError(
-                    f"flat_dict has a value at {shorter!r} and another value below it, at {path!r}; rename one of the "
-                    "two."
+                    f"has a value at {shorter!r} and another value below it, at {path!r}; rename one of the two.",
+                    argument="flat_dict",
                 )
         if isinstance(place.get(last), dict) and not isinstance(value, dict):
-            raise DataError(f"flat_dict has a value at {path!r} and other values below it; rename one of these keys.")
+            raise DataError(
+                f"has a value at {path!r} and other values below it; rename one of these keys.",
+                argument="flat_dict",
+            )
         place[last] = value
     return nested

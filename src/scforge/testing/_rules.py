@@ -49,9 +49,11 @@ def class_of[T](argument: str, given: Any, options: dict[str, Any], base: type[T
     """Return the class to check, or None for an instance, which accepts no options."""
     if isinstance(given, base):
         if options:
-            raise OptionError(f"options={options!r} have no effect with an instance; pass them to its constructor.")
+            raise OptionError("have no effect with an instance; pass them to its constructor.", options=options)
         return None
     cls = registry.get(given) if isinstance(given, str) else given
     if not (isinstance(cls, type) and issubclass(cls, base)):
-        raise OptionError(f"{argument}={given!r} cannot be checked; pass a registered name, a class or an instance.")
+        raise OptionError(
+            "cannot be checked; pass a registered name, a class or an instance.", argument=argument, value=given
+        )
     return cls

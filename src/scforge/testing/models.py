@@ -52,7 +52,7 @@ def subject_of(model: nn.Module, remake: Callable[[], nn.Module] | None) -> Subj
     """Return a copy of `model` for the checks, so that `model` itself is not modified."""
     vocab_size = getattr(model, "vocab_size", VOCAB_SIZE)
     if vocab_size < N_SPECIAL + N_TOKENS:
-        raise OptionError(f"vocab_size={vocab_size} is too small for the checks; use vocab_size={VOCAB_SIZE}.")
+        raise OptionError(f"is too small for the checks; use vocab_size={VOCAB_SIZE}.", vocab_size=vocab_size)
     model = jittered(_filled(copy.deepcopy(model).cpu()))
 
     def again() -> nn.Module:

@@ -125,7 +125,7 @@ def check_transform(transform: str, target_sum: float) -> float:
     """Return `target_sum` as a float. Raises an OptionError if the transform is unknown or ignores `target_sum`."""
     check_choice("transform", transform, TRANSFORMS)
     if check_positive("target_sum", target_sum) != TARGET_SUM and "cp10k" not in transform:
-        raise OptionError(f"target_sum={target_sum!r} has no effect with transform={transform!r}; omit target_sum.")
+        raise OptionError(f"has no effect with transform={transform!r}; omit target_sum.", target_sum=target_sum)
     return float(target_sum)
 
 

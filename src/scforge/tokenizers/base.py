@@ -194,8 +194,9 @@ def checked_counts(cells: Any) -> sparse.csr_matrix:
     is_matrix = sparse.issparse(cells) or isinstance(cells, np.ndarray)
     if not is_matrix or cells.ndim != 2 or cells.dtype.kind not in "biuf":
         raise OptionError(
-            f"cells is of type {type(cells).__name__!r} and not a numeric matrix; pass counts of shape (cells, genes) "
-            "as a sparse matrix or a NumPy array, e.g. tokenizer(adata.X, adata.var_names)."
+            f"is of type {type(cells).__name__!r} and not a numeric matrix; pass counts of shape (cells, genes) "
+            "as a sparse matrix or a NumPy array, e.g. tokenizer(adata.X, adata.var_names).",
+            argument="cells",
         )
     if sparse.issparse(cells):
         cells = sound_csr(cells, "cells")
@@ -212,7 +213,7 @@ def checked_counts(cells: Any) -> sparse.csr_matrix:
     if problem is None and data.dtype == np.float64 and data.max(initial=0) > np.finfo(np.float32).max:
         problem = f"contains values that are too large (largest: {data.max():g})"
     if problem:
-        raise DataError(f"cells {problem}, but raw counts are needed; pass the matrix with the raw counts.")
+        raise DataError(f"{problem}, but raw counts are needed; pass the matrix with the raw counts.", argument="cells")
     return matrix
 
 
@@ -222,13 +223,14 @@ def checked_map(gene_ids: Any, vocab: GeneVocab, n_columns: int) -> GeneMap:
     highest = gene_map.columns.max(initial=-1)
     if gene_map.n_genes != vocab.n_genes or highest >= vocab.n_genes:
         raise DataError(
-            f"gene_ids is a GeneMap for {max(gene_map.n_genes, highest + 1)} genes, but the vocabulary has "
-            f"{vocab.n_genes} genes; create the GeneMap with GeneMap.of(names, tokenizer.vocab)."
+            f"is a GeneMap for {max(gene_map.n_genes, highest + 1)} genes, but the vocabulary has "
+            f"{vocab.n_genes} genes; create the GeneMap with GeneMap.of(names, tokenizer.vocab).",
+            argument="gene_ids",
         )
     if len(gene_map.columns) != n_columns:
         raise DataError(
-            f"gene_ids contains {len(gene_map.columns)} genes, but cells has {n_columns} columns; pass one gene per "
-            "column."
+            f"contains {len(gene_map.columns)} genes, but cells has {n_columns} columns; pass one gene per column.",
+            argument="gene_ids",
         )
     if n_columns and highest < 0:
         raise no_known_gene("gene_ids", None if gene_map is gene_ids else [str(name) for name in gene_ids], vocab)
@@ -313,7 +315,7 @@ class Tokenizer(ABC):
         self.append_cls = check_bool("append_cls", append_cls)
         self.append_eos = check_bool("append_eos", append_eos)
         if self.max_len is not None and self.max_len <= self._n_around:
-            raise OptionError(f"max_len={max_len} leaves no token for genes; increase max_len.")
+            raise OptionError("leaves no token for genes; increase max_len.", max_len=max_len)
         for option, token in _TOKEN_OF.items():
             if getattr(self, option):
                 self._require_token(option, token)
@@ -341,8 +343,10 @@ class Tokenizer(ABC):
     def _require_token(self, option: str, token: str) -> None:
         if self.vocab.token_id(token) is None:
             raise OptionError(
-                f"{option}={getattr(self, option)!r} requires the token {token!r}, which is not in the vocabulary; add "
-                f"the token with vocab.with_special_tokens({token!r})."
+                f"requires the token {token!r}, which is not in the vocabulary; add "
+                f"the token with vocab.with_special_tokens({token!r}).",
+                argument=option,
+                value=getattr(self, option),
             )
 
     def truncate(self, block: CellBlock) -> tuple[np.ndarray, np.ndarray | slice]:
@@ -475,7 +479,8 @@ class Tokenizer(ABC):
         if isinstance(cells, CellBlock):
             if gene_ids is not None or totals is not None:
                 raise OptionError(
-                    "gene_ids and totals are only for a matrix, but cells is a CellBlock; omit gene_ids and totals."
+                    "and totals are only for a matrix, but cells is a CellBlock; omit gene_ids and totals.",
+                    argument="gene_ids",
                 )
             return self._batch(cells)
         counts = checked_counts(cells)
@@ -483,17 +488,20 @@ class Tokenizer(ABC):
             totals, n_cells = np.asarray(totals, dtype=np.float64), counts.shape[0]
             if totals.shape != (n_cells,):
                 raise DataError(
-                    f"totals has shape {totals.shape}, but there are {n_cells} cells; pass one number per cell."
+                    f"has shape {totals.shape}, but there are {n_cells} cells; pass one number per cell.",
+                    argument="totals",
                 )
             if len(bad := totals[~(np.isfinite(totals) & (totals >= 0))]):
                 raise DataError(
-                    f"totals contains {bad[0]:g}, which is not a library size; pass zero or a positive number."
+                    f"contains {bad[0]:g}, which is not a library size; pass zero or a positive number.",
+                    argument="totals",
                 )
         if gene_ids is None:
             if counts.shape[1] != self.vocab.n_genes:
                 raise DataError(
-                    f"cells has {counts.shape[1]} columns, but the vocabulary has {self.vocab.n_genes} genes; pass the "
-                    "column names as gene_ids."
+                    f"has {counts.shape[1]} columns, but the vocabulary has {self.vocab.n_genes} genes; pass the "
+                    "column names as gene_ids.",
+                    argument="cells",
                 )
             return self._batch(CellBlock.from_csr(counts, totals))
         gene_map = checked_map(gene_ids, self.vocab, counts.shape[1])

@@ -71,8 +71,9 @@ def quantile_bins(
     matrix.eliminate_zeros()
     if not np.isfinite(matrix.data).all() or (len(matrix.data) and matrix.data.min() < 0):
         raise DataError(
-            "counts contains negative, missing or infinite values; pass raw counts, or a monotonic transformation of "
-            "counts such as log1p."
+            "contains negative, missing or infinite values; pass raw counts, or a monotonic transformation of "
+            "counts such as log1p.",
+            argument="counts",
         )
     draws = np.random.RandomState(random_state).rand(matrix.nnz if side == "both" else 0)
     data = matrix.data if matrix.dtype in (np.float32, np.float64) else matrix.data.astype(np.float64)
@@ -273,11 +274,11 @@ class BinnedExpressionTokenizer(Tokenizer):
             ascending = np.asarray(edges, dtype=np.float64)
             if ascending.ndim != 1 or not len(ascending) or not (np.diff([0, *ascending, np.inf]) > 0).all():
                 raise OptionError(
-                    f"edges={list(edges)!r} is invalid; pass one or more log1p CP10K values above 0 in ascending order."
+                    "is invalid; pass one or more log1p CP10K values above 0 in ascending order.", edges=list(edges)
                 )
             edges = ascending.tolist()
             if n_bins not in (None, len(edges) + 2):
-                raise OptionError(f"n_bins={n_bins}, but {len(edges)} edges define {len(edges) + 2} bins; omit n_bins.")
+                raise OptionError(f", but {len(edges)} edges define {len(edges) + 2} bins; omit n_bins.", n_bins=n_bins)
         self.edges = edges
         self.n_bins = len(edges) + 2 if edges is not None else 51 if n_bins is None else n_bins
         check_binning(self.n_bins, side)

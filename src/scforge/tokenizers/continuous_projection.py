@@ -105,8 +105,9 @@ class ContinuousProjectionTokenizer(Tokenizer):
     ) -> None:
         if target_depth is not None and not _DEPTH.fullmatch(str(target_depth)):
             raise OptionError(
-                f"target_depth={target_depth!r} is invalid; pass e.g. 't4' for 10^4 counts, 'f2' for 2 times the "
-                "counts of the cell, or 'a1' for 10^1 times the counts of the cell."
+                "is invalid; pass e.g. 't4' for 10^4 counts, 'f2' for 2 times the "
+                "counts of the cell, or 'a1' for 10^1 times the counts of the cell.",
+                target_depth=target_depth,
             )
         self.target_depth = target_depth
         super().__init__(vocab, max_len=max_len, append_cls=append_cls, append_eos=append_eos)
@@ -121,7 +122,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
         self.include_zero_genes = check_bool("include_zero_genes", include_zero_genes)
         self.unmeasured_as_zero = check_bool("unmeasured_as_zero", unmeasured_as_zero)
         if self.unmeasured_as_zero and not self.include_zero_genes:
-            raise OptionError("unmeasured_as_zero=True requires include_zero_genes=True; set both options.")
+            raise OptionError("requires include_zero_genes=True; set both options.", unmeasured_as_zero=True)
         self.attention_bias = check_bool("attention_bias", attention_bias)
         self.seed = check_seed(seed)
         self.lists_all_genes = self.include_zero_genes

@@ -151,8 +151,9 @@ def match_vectors(names: Sequence[str], vectors: np.ndarray, vocab: GeneVocab) -
         gene = genes[matching][differs][0]
         rows = [names[row] for row in matching[genes[matching] == gene]]
         raise DataError(
-            f"table contains several vectors for gene {vocab.genes[gene]!r}, in the rows {listing(rows)}; keep one of "
-            "the rows."
+            f"contains several vectors for gene {vocab.genes[gene]!r}, in the rows {listing(rows)}; keep one of "
+            "the rows.",
+            argument="table",
         )
     n_known = len(np.unique(tokens))
     report = f"table contains vectors for {n_known:,} of the {vocab.n_genes:,} genes of the vocabulary"
@@ -230,11 +231,16 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         super().__init__(vocab, **options)
         self.missing = check_choice("missing", missing, ["learned", "drop"])
         if missing == "drop" and table is None and dropped is None:
-            raise OptionError("missing='drop' requires table, which defines the genes without a vector; pass table=...")
+            raise OptionError(
+                "requires table, which defines the genes without a vector; pass table=...", missing="drop"
+            )
         if dropped is not None and (missing == "learned" or table is not None):
-            raise OptionError("dropped is computed from table with missing='drop' and cannot be passed here; omit it.")
+            raise OptionError(
+                "is computed from table with missing='drop' and cannot be passed here; omit it.",
+                argument="dropped",
+            )
         if missing == "drop" and options.get("library_size", "data") != "data":
-            raise OptionError("missing='drop' needs the library size of all genes; pass library_size='data'.")
+            raise OptionError("needs the library size of all genes; pass library_size='data'.", missing="drop")
         self.table = None  # a saved model is loaded where the table is not
         self.freeze = check_bool("freeze", freeze)
         self._vectors = None if table is None else match_vectors(*read_table(table), vocab)
@@ -247,8 +253,9 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
             gone = vocab.gene_indices(self.dropped)
             if (gone < 0).any():
                 raise OptionError(
-                    f"dropped contains {self.dropped[int((gone < 0).argmax())]!r}, which is not a gene of the "
-                    "vocabulary; remove it from dropped."
+                    f"contains {self.dropped[int((gone < 0).argmax())]!r}, which is not a gene of the "
+                    "vocabulary; remove it from dropped.",
+                    argument="dropped",
                 )
             self._kept = ~np.isin(np.arange(vocab.n_genes), gone)
 
@@ -289,8 +296,9 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         """
         if self._vectors is None:
             raise OptionError(
-                "table=None, but the tokenizer 'gene_embedding' requires gene vectors; pass a file, a data frame or a "
-                "dict as table."
+                ", but the tokenizer 'gene_embedding' requires gene vectors; pass a file, a data frame or a "
+                "dict as table.",
+                table=None,
             )
         return self._vectors
 

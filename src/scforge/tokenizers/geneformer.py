@@ -41,7 +41,7 @@ def geneformer_vocab(
     """
     if isinstance(tokens_medians, tuple | list):
         if len(tokens_medians) != 2 or not all(isinstance(part, Mapping) for part in tokens_medians):
-            raise OptionError(f"tokens_medians is not a pair of dictionaries; pass {_BOTH}.")
+            raise OptionError(f"is not a pair of dictionaries; pass {_BOTH}.", argument="tokens_medians")
         tokens, medians = (dict(part) for part in tokens_medians)
     else:
         table = _table(tokens_medians, "tokens_medians", ("gene_id", "token", "median"))
@@ -52,7 +52,10 @@ def geneformer_vocab(
         )
     for what, of_genes in (("token", tokens), ("median", medians)):
         if odd := [value for value in of_genes.values() if not isinstance(value, numbers.Real)]:
-            raise DataError(f"tokens_medians contains the {what} {odd[0]!r}, which is not a number; pass {_BOTH}.")
+            raise DataError(
+                f"contains the {what} {odd[0]!r}, which is not a number; pass {_BOTH}.",
+                argument="tokens_medians",
+            )
     names = sorted(tokens, key=lambda name: tokens[name])
     special = _SPECIAL[version]
     if [tokens[name] for name in names] != list(range(len(names))):
@@ -61,15 +64,17 @@ def geneformer_vocab(
         )
     if tuple(names[: len(special)]) != special or any(name.startswith("<") for name in names[len(special) :]):
         raise DataError(
-            f"tokens_medians starts with {listing(names[:4])}, but Geneformer {version} has the special tokens "
+            f"starts with {listing(names[:4])}, but Geneformer {version} has the special tokens "
             f"{listing(special)}; pass the dictionaries of version {version}, or the version that matches the "
-            "dictionaries (for dictionaries that scforge exported, load the saved scforge model instead)."
+            "dictionaries (for dictionaries that scforge exported, load the saved scforge model instead).",
+            argument="tokens_medians",
         )
     genes = tuple(names[len(special) :])
     if bad := [gene for gene in genes if not 0 < medians.get(gene, 0) < float("inf")]:
         raise DataError(
-            f"tokens_medians has no positive median for {len(bad)} genes (first: {bad[0]!r}, {medians.get(bad[0])}); "
-            "pass the two dictionaries of the same release."
+            f"has no positive median for {len(bad)} genes (first: {bad[0]!r}, {medians.get(bad[0])}); "
+            "pass the two dictionaries of the same release.",
+            argument="tokens_medians",
         )
     former, of_vocab = None, set(genes)
     if isinstance(ensembl_map, Mapping):
@@ -149,7 +154,8 @@ def _table(source: pd.DataFrame | str | os.PathLike[str], argument: str, columns
     if not isinstance(source, pd.DataFrame) or not set(columns) <= set(source.columns):
         has = listing(map(str, source)) if isinstance(source, pd.DataFrame | Mapping) else type(source).__name__
         raise DataError(
-            f"{argument} is not a table with the columns {listing(columns)} (it has: {has}); pass such a table, a "
-            f"file, or {_IN_MEMORY[argument]}."
+            f"is not a table with the columns {listing(columns)} (it has: {has}); pass such a table, a "
+            f"file, or {_IN_MEMORY[argument]}.",
+            argument=argument,
         )
     return source

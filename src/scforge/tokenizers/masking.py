@@ -83,8 +83,8 @@ class Masking:
         self.random_token_prob = check_share("random_token_prob", random_token_prob)
         if mask_token_prob + random_token_prob > 1 + 1e-9:
             raise OptionError(
-                f"mask_token_prob={mask_token_prob} and random_token_prob={random_token_prob} sum to more than 1; "
-                "lower one of the two."
+                f"and random_token_prob={random_token_prob} sum to more than 1; lower one of the two.",
+                mask_token_prob=mask_token_prob,
             )
         if isinstance(vocab, GeneVocab):
             self.vocab_size, self.mask_id, self.n_special = len(vocab), vocab.mask_id, vocab.n_special

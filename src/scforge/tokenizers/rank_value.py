@@ -251,14 +251,14 @@ class RankValueTokenizer(Tokenizer):
         self.use_medians = check_bool("use_medians", use_medians)
         if self.use_medians and vocab.medians is None:
             raise OptionError(
-                "use_medians=True, but the vocabulary has no medians; add them with vocab.with_medians, or pass "
-                "use_medians=False."
+                ", but the vocabulary has no medians; add them with vocab.with_medians, or pass use_medians=False.",
+                use_medians=True,
             )
         self.parity = check_choice("parity", parity, ["stable", "exact"])
         if parity == "stable" and not check_bool("collapse_duplicates", collapse_duplicates):
             raise OptionError(
-                "collapse_duplicates=False requires parity='exact', because parity='stable' sums the columns of each "
-                "gene; pass parity='exact'."
+                "requires parity='exact', because parity='stable' sums the columns of each gene; pass parity='exact'.",
+                collapse_duplicates=False,
             )
         self.collapse_duplicates = check_bool("collapse_duplicates", collapse_duplicates)
         medians = vocab.medians if self.use_medians else None

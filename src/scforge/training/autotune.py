@@ -120,7 +120,7 @@ def choose_precision(module: nn.Module, data: CellDataModule, device: torch.devi
             return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
     if processes != 1:
         raise OptionError(
-            "precision='auto' works only with a single process; with several, pass a precision such as 'bf16-mixed'."
+            "works only with a single process; with several, pass a precision such as 'bf16-mixed'.", precision="auto"
         )
     if device.type != "cpu":
         return "32-true"

@@ -190,7 +190,7 @@ class MovingAverage(Callback):
     def __init__(self, decay: float) -> None:
         check_share("ema_decay", decay)
         if decay in (0, 1):
-            raise OptionError(f"ema_decay={decay!r} is invalid; pass a number between 0 and 1, e.g. 0.999.")
+            raise OptionError("is invalid; pass a number between 0 and 1, e.g. 0.999.", ema_decay=decay)
         self.decay = decay
         self.steps = 0
         self._seen = 0
@@ -465,8 +465,9 @@ class SaveState(Checkpoint):
                 continue
             if callback.state_key in keyed:
                 raise OptionError(
-                    f"callbacks contains two callbacks with the state_key {callback.state_key!r}, and both have a "
-                    "state to save; set a different state_key for one of them."
+                    f"contains two callbacks with the state_key {callback.state_key!r}, and both have a "
+                    "state to save; set a different state_key for one of them.",
+                    argument="callbacks",
                 )
             keyed[callback.state_key] = callback
         return keyed
@@ -502,8 +503,9 @@ def check_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, where: s
     ways = "start a new run in another folder or with overwrite=True"
     if not options:
         raise OptionError(
-            f"resume: the data differ from the data of the training run in {where!r} ({data}); use the same "
-            f"data to resume, or {ways}."
+            f": the data differ from the data of the training run in {where!r} ({data}); use the same "
+            f"data to resume, or {ways}.",
+            argument="resume",
         )
     shown = ", ".join(
         f"{name}={saved.get(name)!r:.40} in the checkpoint, but {now.get(name)!r:.40} now" for name in options[:4]
@@ -511,8 +513,9 @@ def check_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, where: s
     more = f", and {len(options) - 4} more" if len(options) > 4 else ""
     more += f"; and in the data: {data}" if data else ""
     raise OptionError(
-        f"resume: the settings differ from the settings of the training run in {where!r} ({shown}{more}); use the same "
-        f"settings to resume, or {ways}."
+        f": the settings differ from the settings of the training run in {where!r} ({shown}{more}); use the same "
+        f"settings to resume, or {ways}.",
+        argument="resume",
     )
 
 
@@ -533,6 +536,7 @@ def restoring() -> Iterator[None]:
         raise
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ModelFileError(
-            f"resume: the checkpoint does not match this training run ({first_line(error)}); use another checkpoint, "
-            "or start a new run in another folder or with overwrite=True."
+            f": the checkpoint does not match this training run ({first_line(error)}); use another checkpoint, "
+            "or start a new run in another folder or with overwrite=True.",
+            argument="resume",
         ) from error

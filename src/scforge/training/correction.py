@@ -179,8 +179,9 @@ class BatchCorrection:
             texts = texts_of(cells.column(str(key)), key=str(key), argument="batch_key")
         except DataError as error:
             raise OptionError(
-                f"correction requires the batch of each cell, but {str(error).rstrip('.')}; add the column, pass "
-                "correction=0, or map cells of new batches with load_query_data."
+                f"requires the batch of each cell, but {str(error).rstrip('.')}; add the column, pass "
+                "correction=0, or map cells of new batches with load_query_data.",
+                argument="correction",
             ) from error
         codes = codes_among(texts, self.batches)
         shown = slice(None) if rows is None else rows

@@ -139,8 +139,9 @@ class CellDataModule(lightning.LightningDataModule):
             cells = open_cells(cells, cache=AUTO)
         if not hasattr(cells, "stream"):
             raise OptionError(
-                f"cells is of type {type(cells).__name__!r}; pass the cells that scforge.data.open_cells returns, or "
-                "the path of a store."
+                f"is of type {type(cells).__name__!r}; pass the cells that scforge.data.open_cells returns, or "
+                "the path of a store.",
+                argument="cells",
             )
         self.cells: Cells = cells
         self.bound: Cells = cells
@@ -150,18 +151,20 @@ class CellDataModule(lightning.LightningDataModule):
             try:
                 train_rows, validation_rows = split_cells(len(cells), validation_size, self.seed, groups=groups)
             except DataError as error:
-                raise DataError(f"split_by={split_by!r}: {error}") from error
+                raise DataError(f": {error}", split_by=split_by) from error
         elif train_rows is None or validation_rows is None:
-            raise OptionError("train_rows and validation_rows must be given together; pass both, or neither.")
+            raise OptionError(
+                "and validation_rows must be given together; pass both, or neither.", argument="train_rows"
+            )
         elif split_by is not None:
-            raise OptionError(f"split_by={split_by!r} has no effect with train_rows and validation_rows; omit it.")
+            raise OptionError("has no effect with train_rows and validation_rows; omit it.", split_by=split_by)
         else:
             train_rows = _checked_rows("train_rows", train_rows, len(cells))
             validation_rows = _checked_rows("validation_rows", validation_rows, len(cells))
             if np.intersect1d(train_rows, validation_rows).size:
-                raise OptionError("train_rows and validation_rows overlap; pass disjoint rows.")
+                raise OptionError("and validation_rows overlap; pass disjoint rows.", argument="train_rows")
             if not len(train_rows):
-                raise OptionError("train_rows is empty; pass at least one cell to train on.")
+                raise OptionError("is empty; pass at least one cell to train on.", argument="train_rows")
         self.train_rows = train_rows
         self.validation_rows = validation_rows
         for name, value, what, least in (
@@ -188,8 +191,7 @@ class CellDataModule(lightning.LightningDataModule):
         if weight_by is not None:
             if balance_by is not None:
                 raise OptionError(
-                    f"weight_by={weight_by!r} and balance_by={balance_by!r} both weight cells; pass only one of the "
-                    "two."
+                    f"and balance_by={balance_by!r} both weight cells; pass only one of the two.", weight_by=weight_by
                 )
             self._balance = CellWeights(
                 named_column(cells, weight_by, argument="weight_by").iloc[self.train_rows].to_numpy(dtype=np.float64)
@@ -219,8 +221,9 @@ class CellDataModule(lightning.LightningDataModule):
         objective.check(tokenizer)
         if self.max_tokens_per_batch is not None and objective.random_batches:
             raise OptionError(
-                f"max_tokens_per_batch={self.max_tokens_per_batch} fills batches with cells of similar length, but the "
-                f"objective {type(objective).__name__} requires random batches; pass batch_size instead."
+                f"fills batches with cells of similar length, but the "
+                f"objective {type(objective).__name__} requires random batches; pass batch_size instead.",
+                max_tokens_per_batch=self.max_tokens_per_batch,
             )
         if first_epoch is not None:
             self.first_epoch = first_epoch
@@ -317,6 +320,7 @@ def _checked_rows(argument: str, rows: np.ndarray, n_cells: int) -> np.ndarray:
     rows = np.unique(np.asarray(rows, dtype=np.int64))
     if (outside := rows[(rows < 0) | (rows >= n_cells)]).size:
         raise OptionError(
-            f"{argument} contains row {outside[0]}, but there are {n_cells} cells; pass rows from 0 to {n_cells - 1}."
+            f"contains row {outside[0]}, but there are {n_cells} cells; pass rows from 0 to {n_cells - 1}.",
+            argument=argument,
         )
     return rows

@@ -34,8 +34,8 @@ def check_devices(accelerator: str, devices: Any) -> None:
     if (devices if isinstance(devices, int) and devices > 0 else 1) > n_gpus:
         others = f"devices={n_gpus}" if n_gpus else "accelerator='cpu'"
         raise OptionError(
-            f"devices={devices!r} with accelerator={accelerator!r} requires more GPUs than this machine has "
-            f"({n_gpus}); pass {others}."
+            f"with accelerator={accelerator!r} requires more GPUs than this machine has ({n_gpus}); pass {others}.",
+            devices=devices,
         )
 
 
@@ -168,8 +168,8 @@ def compiled(module: nn.Module, wanted: bool) -> Iterator[None]:
     on_cpu = next(module.parameters()).device.type == "cpu"
     if on_cpu and shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
         raise OptionError(
-            "compile=True requires a C++ compiler such as g++, but none is installed; install a compiler, or omit "
-            "compile."
+            "requires a C++ compiler such as g++, but none is installed; install a compiler, or omit compile.",
+            compile=True,
         )
     blocks = [part for part in module.modules() if isinstance(part, TransformerBlock)]
     for block in blocks or [module]:
@@ -215,7 +215,7 @@ def gradient_checkpointing(module: nn.Module, wanted: bool | None) -> Iterator[N
     parts = [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
     if wanted and not parts:
         raise OptionError(
-            f"gradient_checkpointing=True is not supported by {type(module).__name__}; omit gradient_checkpointing."
+            f"is not supported by {type(module).__name__}; omit gradient_checkpointing.", gradient_checkpointing=True
         )
     before = [part.gradient_checkpointing for part in parts]
     for part in parts:

@@ -294,14 +294,15 @@ def fit(
     for callback in (callbacks := [callbacks] if isinstance(callbacks, Callback) else list(callbacks)):
         if not isinstance(callback, Callback):
             raise OptionError(
-                f"callbacks contains an object of type {type(callback).__name__!r}; pass lightning.pytorch callbacks."
+                f"contains an object of type {type(callback).__name__!r}; pass lightning.pytorch callbacks.",
+                argument="callbacks",
             )
     loggers = list(options.logger) if isinstance(options.logger, list | tuple) else [options.logger]
     for log in loggers:
         if not isinstance(log, bool | Logger | None):
             raise OptionError(
-                f"logger={log!r} is not a Lightning logger; create a logger with "
-                "scforge.training.make_loggers(['csv'], 'logs')."
+                "is not a Lightning logger; create a logger with scforge.training.make_loggers(['csv'], 'logs').",
+                logger=log,
             )
     has_validation = len(data.validation_rows) > 0 and trainer_options.get("limit_val_batches") != 0
     # Without held-out cells only the loss is informative, because other metrics change while the model learns.
@@ -317,8 +318,9 @@ def fit(
     if options.ema_decay is not None:
         if options.strategy == "fsdp":
             raise OptionError(
-                f"ema_decay={options.ema_decay!r} needs unsharded weights and does not work with strategy='fsdp'; omit "
-                "ema_decay, or use strategy='ddp'."
+                "needs unsharded weights and does not work with strategy='fsdp'; omit "
+                "ema_decay, or use strategy='ddp'.",
+                ema_decay=options.ema_decay,
             )
         own.append(MovingAverage(options.ema_decay))
     own += [best, stop]
@@ -394,9 +396,10 @@ def _trainer(*, strategy: str, accelerator: str, devices: Any, num_nodes: int, *
         _trained_alone = True
     elif _trained_alone and not ("WORLD_SIZE" in os.environ or SLURMEnvironment.detect()):
         raise OptionError(
-            f"devices={devices!r} cannot be used, because this script has already trained on one device and new "
+            f"cannot be used, because this script has already trained on one device and new "
             f"processes would repeat that training; pass devices={devices!r} to the first call as well, or start the "
-            f"script with torchrun --nproc-per-node {processes}."
+            f"script with torchrun --nproc-per-node {processes}.",
+            devices=devices,
         )
     parallel = make_strategy(strategy, n_processes=processes)
     try:

@@ -50,8 +50,8 @@ def freeze_layers(module: nn.Module, n_layers: int) -> None:
     check_count("freeze", n_layers, "layers")
     if n_layers > len(groups) - 2:
         raise OptionError(
-            f"freeze={n_layers}, but there are only {len(groups) - 2} layers; freeze fewer layers, or all layers with "
-            "freeze=True."
+            f", but there are only {len(groups) - 2} layers; freeze fewer layers, or all layers with freeze=True.",
+            freeze=n_layers,
         )
     for group in groups[: n_layers + 1]:
         for parameter in group:
@@ -67,7 +67,7 @@ def learning_rate_factors(module: nn.Module, decay: float | None) -> dict[int, f
         return {}
     check_share("layer_lr_decay", decay)
     if not decay:
-        raise OptionError("layer_lr_decay=0 would train only the top layer; freeze the encoder instead.")
+        raise OptionError("would train only the top layer; freeze the encoder instead.", layer_lr_decay=0)
     groups = layer_groups(module)
     top = len(groups) - 1
     return {id(p): decay ** (top - number) for number, group in enumerate(groups) for p in group}

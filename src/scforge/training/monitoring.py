@@ -192,7 +192,8 @@ def make_loggers(
         check_choice("loggers", name, LOGGERS)
         if name != "csv" and importlib.util.find_spec(name) is None:
             raise OptionError(
-                f"loggers contains {name!r}, which is not installed; install it with pip install 'scforge[{name}]'."
+                f"contains {name!r}, which is not installed; install it with pip install 'scforge[{name}]'.",
+                argument="loggers",
             )
     check_folder("log_dir", log_dir)
     if "csv" in names:

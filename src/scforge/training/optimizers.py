@@ -58,14 +58,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
         matrices = list({id(part.weight): part.weight for part in linear}.values())
         if not matrices:
             raise OptionError(
-                f"optimizer='muon' requires weight matrices in hidden layers, but {type(module).__name__} has none; "
-                "use optimizer='adamw'."
+                f"requires weight matrices in hidden layers, but {type(module).__name__} has none; "
+                "use optimizer='adamw'.",
+                optimizer="muon",
             )
         hidden = [matrix for matrix in matrices if matrix.requires_grad]
         if not hidden:
             raise OptionError(
-                "optimizer='muon' trains the weight matrices of hidden layers, but all of them are frozen; freeze "
-                "fewer layers."
+                "trains the weight matrices of hidden layers, but all of them are frozen; freeze fewer layers.",
+                optimizer="muon",
             )
         ids = {id(parameter) for parameter in hidden}
         rest = [
@@ -188,7 +189,10 @@ def make_optimizer(
         return _OF_TORCH[name](parameter_groups(module, weight_decay, lr=lr, factors=factors), lr=lr, fused=fused)
     check_choice("optimizer", name, (*_OF_TORCH, "muon"))
     if factors:
-        raise OptionError("layer_lr_decay does not work with optimizer='muon'; use 'adamw', or omit layer_lr_decay.")
+        raise OptionError(
+            "does not work with optimizer='muon'; use 'adamw', or omit layer_lr_decay.",
+            argument="layer_lr_decay",
+        )
     return MuonWithAdamW(module, lr=lr, weight_decay=weight_decay, fused=fused)
 
 

@@ -244,8 +244,9 @@ class TrainingPlan(lightning.LightningModule):
         sharded = isinstance(self.trainer.strategy, ModelParallelStrategy)
         if sharded and self.optimizer_name == "muon":
             raise OptionError(
-                "optimizer='muon' needs unsharded weight matrices and does not work with strategy='fsdp'; use "
-                "optimizer='adamw' or strategy='ddp'."
+                "needs unsharded weight matrices and does not work with strategy='fsdp'; use "
+                "optimizer='adamw' or strategy='ddp'.",
+                optimizer="muon",
             )
         fused = self.trainer.precision != "16-mixed" and not sharded
         optimizer = make_optimizer(

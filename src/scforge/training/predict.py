@@ -106,7 +106,7 @@ def run_over(
     if rows is not None:
         wanted, places = np.unique(np.asarray(rows, dtype=np.int64), return_inverse=True)
     if not len(wanted):
-        raise OptionError("rows is empty; pass at least one cell to embed.")
+        raise OptionError("is empty; pass at least one cell to embed.", argument="rows")
     device = next(module.parameters()).device
     lengths = tokenizer.lengths(cells.n_expressed[wanted].astype(np.int32, copy=False))
     order = CellOrder(wanted, batch_size, chunk_size=cells.chunk_size, lengths=lengths, shuffle=False)

@@ -203,7 +203,7 @@ def check_state(path: Path, run: RunFolder | None = None) -> None:
     meant = (
         f"did you mean {', or '.join(ways)}?" if ways else "pass a checkpoint such as ckpt/step=00000100, or 'auto'."
     )
-    raise MissingFileError(f"{spelled('resume', '--resume')}={str(path)!r} {problem}; {meant}")
+    raise MissingFileError(f"{problem}; {meant}", argument=spelled("resume", "--resume"), value=str(path))
 
 
 class RunFolder:
@@ -258,8 +258,9 @@ class RunFolder:
             except (MissingFileError, ModelFileError) as error:
                 if path == states[0]:
                     raise ModelFileError(
-                        f"checkpoint_dir={str(self.path)!r} has no intact checkpoint ({str(error).rstrip('.')}); pass "
-                        f"{spelled('overwrite=True', '--overwrite')} to start a new run."
+                        f"has no intact checkpoint ({str(error).rstrip('.')}); pass "
+                        f"{spelled('overwrite=True', '--overwrite')} to start a new run.",
+                        checkpoint_dir=str(self.path),
                     ) from error
                 warn(f"{error} Training resumes from the previous checkpoint.")
         return None
@@ -289,8 +290,8 @@ class RunFolder:
             inside = others_in(others[0]) if others[0].is_dir() and not others[0].is_symlink() else []
             name = f"{others[0].name}/{inside[0]}" if inside else others[0].name
             raise OptionError(
-                f"checkpoint_dir={str(self.path)!r} contains {name!r}, which is not part of an scforge model; move it, "
-                "or choose another folder."
+                f"contains {name!r}, which is not part of an scforge model; move it, or choose another folder.",
+                checkpoint_dir=str(self.path),
             )
         if overwrite:
             return
@@ -299,8 +300,9 @@ class RunFolder:
         if outputs:
             ways = spelled("resume='auto'", "--resume auto"), spelled("overwrite=True", "--overwrite")
             raise OptionError(
-                f"checkpoint_dir={str(self.path)!r} already contains a training run ({outputs[-1].name}); pass "
-                f"{ways[0]} to resume, {ways[1]} to replace it, or another folder."
+                f"already contains a training run ({outputs[-1].name}); pass "
+                f"{ways[0]} to resume, {ways[1]} to replace it, or another folder.",
+                checkpoint_dir=str(self.path),
             )
 
     def clear(self, *, states_only: bool = False) -> None:
@@ -343,9 +345,7 @@ class RunFolder:
                     else f"cannot be written to ({error.strerror or error})"
                 )
                 wait = "wait for that run to finish, or " if taken else ""
-                raise OptionError(
-                    f"checkpoint_dir={str(self.path)!r} {problem}; {wait}choose another folder."
-                ) from error
+                raise OptionError(f"{problem}; {wait}choose another folder.", checkpoint_dir=str(self.path)) from error
             for name in {part.name.split(".")[1] for part in self.path.glob(".*.saving")}:
                 if _OUTPUT.fullmatch(name):
                     remove_working(self.path, f".{name}")  # of killed processes

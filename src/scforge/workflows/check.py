@@ -121,8 +121,9 @@ def tokenizer_of(config: Config) -> dict[str, Any]:
             )
         if options.setdefault(name, value) != value:
             raise ConfigError(
-                f"tokenizer.{name}={options[name]!r} contradicts data.preprocessing, which requires {value!r}; keep "
-                "only one of the two."
+                f"contradicts data.preprocessing, which requires {value!r}; keep only one of the two.",
+                argument=f"tokenizer.{name}",
+                value=options[name],
             )
     return options if config.tokenizer.strategy is None else {"name": config.tokenizer.strategy, **options}
 
@@ -138,14 +139,17 @@ def objective_of(config: Config) -> dict[str, Any]:
         name = name if "mask_ratio" in OBJECTIVES.get(name).option_names() else _MASKED
     if masking and "mask_ratio" not in OBJECTIVES.get(str(name)).option_names():
         raise ConfigError(
-            f"tokenizer.masking={masking} has no effect, because the objective {name!r} does not mask; remove "
-            f"tokenizer.masking, or set objective.name to {_MASKED!r}."
+            f"has no effect, because the objective {name!r} does not mask; remove tokenizer.masking, or set "
+            f"objective.name to {_MASKED!r}.",
+            argument="tokenizer.masking",
+            value=masking,
         )
     for key in sorted(set(masking) & set(options)):
         if masking[key] != options[key]:
             raise ConfigError(
-                f"tokenizer.masking.{key}={masking[key]} and objective.{key}={options[key]} set the same option; keep "
-                "only one of the two."
+                f"and objective.{key}={options[key]!r} set the same option; keep only one of the two.",
+                argument=f"tokenizer.masking.{key}",
+                value=masking[key],
             )
     options = {**masking, **options}
     return options if name is None else {"name": name, **options}
@@ -169,8 +173,10 @@ def planned_model(config: Config) -> tuple[ModelSpec, bool]:
     """
     if config.model.vocab_size is not None:
         raise ConfigError(
-            f"model.vocab_size={config.model.vocab_size} cannot be set, because it is determined by the genes; remove "
-            "model.vocab_size, and choose genes with data.gene_vocab and data.preprocessing.hvg_selection."
+            "cannot be set, because it is determined by the genes; remove model.vocab_size, and choose genes with "
+            "data.gene_vocab and data.preprocessing.hvg_selection.",
+            argument="model.vocab_size",
+            value=config.model.vocab_size,
         )
     spec, known = _model_of(config)
     for name in _unread(config):
@@ -193,7 +199,7 @@ def check_finetuning(config: Config) -> None:
     written = config.user_set()
     for name, problem in NOT_OF_TUNING.items():
         if (value := get_option(written, name)) not in (None, {}):
-            raise ConfigError(f"{name}={shown(value)} {problem}.")
+            raise ConfigError(f"{problem}.", argument=name, value=value)
     check_model_folder(section.base_model, f"finetune.base_model={section.base_model!r} (--base-model)")
     of_task = {key: value for key in TUNING_OF_TASKS if (value := getattr(section, key)) is not None}
     options = {**section.user_options(), **of_task}
@@ -366,15 +372,18 @@ def check_benchmarks(config: Config, *, absent: Mapping[str, DatasetCard] | None
     of_training = "training" if config.finetune is None else "finetune"
     if getattr(config, of_training).validation_size == 0:
         raise ConfigError(
-            f"{of_training}.validation_size=0 leaves no validation cells, but eval.benchmarks requires validation "
-            f"cells; set {of_training}.validation_size above 0, or remove eval.benchmarks."
+            f"leaves no validation cells, but eval.benchmarks requires validation cells; set "
+            f"{of_training}.validation_size above 0, or remove eval.benchmarks.",
+            argument=f"{of_training}.validation_size",
+            value=0,
         )
     used = [options.get("dataset") for _, options in _named(config)]
     for name, path in section.datasets.items():
         if name not in used:
             raise ConfigError(
-                f"eval.datasets.{name}={path!r} is not used by any benchmark{did_you_mean(name, used)}; remove the "
-                "data set."
+                f"is not used by any benchmark{did_you_mean(name, used)}; remove the data set.",
+                argument=f"eval.datasets.{name}",
+                value=path,
             )
 
 

@@ -126,7 +126,8 @@ def source_identity(source: Any, cells: Cells, *, layer: str | None, gene_key: s
             digest.update(np.ascontiguousarray(part))
         return {"counts": digest.hexdigest(), "obs": None if cells.obs is None else table_digest(cells.obs)}
     raise OptionError(
-        f"source is of type {type(source).__name__!r}, which is not supported; pass a path, a store or an AnnData."
+        f"is of type {type(source).__name__!r}, which is not supported; pass a path, a store or an AnnData.",
+        argument="source",
     )
 
 
@@ -516,9 +517,9 @@ def embed_to(
     check_count("batch_size", batch_size, "cells")
     check_count("block_size", block_size, "cells")
     if not isinstance(key, str) or not key or "/" in key:
-        raise OptionError(f"key={key!r} is not a valid obsm key; pass a string without a slash.")
+        raise OptionError("is not a valid obsm key; pass a string without a slash.", key=key)
     if is_url(output):
-        raise OptionError(f"output={output!r} is a URL; pass a local path, and upload the result afterwards.")
+        raise OptionError("is a URL; pass a local path, and upload the result afterwards.", output=output)
     files = EmbeddingFiles(Path(output), overwrite=overwrite)
     if not isinstance(model, CellModel):
         model = load_named(model, f"model={str(model)!r} (--model)")
@@ -575,8 +576,8 @@ def _embed_blocks(
             found = embed(model.module, cells, model.tokenizer, objective=objective, batch_size=batch_size, rows=rows)
         except torch.OutOfMemoryError as error:
             raise OptionError(
-                f"batch_size={batch_size} requires more memory than the device {str(model.device)!r} has; lower "
-                "batch_size (--batch-size)."
+                f"requires more memory than the device {str(model.device)!r} has; lower batch_size (--batch-size).",
+                batch_size=batch_size,
             ) from error
         return model._corrected(found, None if codes is None else codes[rows], plan.get("correction", 0.0))
 
@@ -586,7 +587,7 @@ def _embed_blocks(
             UNS_KEY: {plan["key"]: model._provenance(cells, plan["n_latent"], correction=plan.get("correction", 0.0))}
         }
         if isinstance(kept, Path) and source_identity(kept, cells, **_setup(model)) != plan["source"]:
-            raise DataError(f"source={str(kept)!r} has changed since its cells were embedded; embed them again.")
+            raise DataError("has changed since its cells were embedded; embed them again.", source=str(kept))
         found = read_h5ad(kept) if isinstance(kept, Path) and copied is None else kept
         if not isinstance(found, AnnData):
             return AnnData(obs=obs, uns=uns)
@@ -671,7 +672,7 @@ def _open(model: CellModel, source: Any) -> Cells:
             "model that was trained on the species of these cells."
         ) from error
     if not len(cells):
-        raise DataError("source contains no cells to embed; pass at least one cell.")
+        raise DataError("contains no cells to embed; pass at least one cell.", argument="source")
     return cells
 
 
@@ -684,7 +685,7 @@ def _setup(model: CellModel) -> dict[str, Any]:
 def _which_process(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Return the index of this process and the number of processes, as given or as set by a launcher."""
     if (rank is None) != (world_size is None):
-        raise OptionError(f"rank={rank!r} and world_size={world_size!r} must be given together; pass both, or neither.")
+        raise OptionError(f"and world_size={world_size!r} must be given together; pass both, or neither.", rank=rank)
     if rank is None or world_size is None:
         # SLURM says SLURM_NTASKS to the script of a job, too, which is one process; the other name srun says alone.
         for names in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
@@ -696,5 +697,5 @@ def _which_process(rank: int | None, world_size: int | None) -> tuple[int, int]:
     check_count("world_size", world_size, "processes")
     check_count("rank", rank, "", least=0)
     if rank >= world_size:
-        raise OptionError(f"rank={rank} must be less than world_size={world_size}, because ranks start from 0.")
+        raise OptionError(f"must be less than world_size={world_size}, because ranks start from 0.", rank=rank)
     return int(rank), int(world_size)

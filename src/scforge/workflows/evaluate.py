@@ -115,8 +115,9 @@ def evaluate_to(
     by_task = benchmarks is None and bool(tuned)
     if by_task and len(folders) > 1:
         raise OptionError(
-            f"model={str(tuned[0])!r} (--model) was fine-tuned, and fine-tuned models are scored one at a time; pass "
-            "only this model, or pass benchmarks to score the embeddings."
+            "(--model) was fine-tuned, and fine-tuned models are scored one at a time; pass "
+            "only this model, or pass benchmarks to score the embeddings.",
+            model=str(tuned[0]),
         )
     what, known = ("a task is", _OF_TASKS) if by_task else ("embeddings are", _OF_EMBEDDINGS)
     if by_task and not isinstance(baselines, bool):
@@ -124,14 +125,16 @@ def evaluate_to(
     for name, value in options.items():
         if name not in known:
             raise OptionError(
-                f"{name}={value!r} has no effect if {what} scored; omit {name} (known options: {listing(known)})."
+                f"has no effect if {what} scored; omit {name} (known options: {listing(known)}).",
+                argument=name,
+                value=value,
             )
     trained_on = options.pop("trained_on", None)
     if trained_on is not None:
         learned = in_memory(trained_on)
         if learned is None:
             raise OptionError(
-                f"trained_on={str(trained_on)!r} (--trained-on) is not an h5ad file; pass the path of an h5ad file."
+                "(--trained-on) is not an h5ad file; pass the path of an h5ad file.", trained_on=str(trained_on)
             )
         models = {name: _load(folder, learned) for name, folder in zip(models, folders, strict=True)}
     for one in models.values():
@@ -156,7 +159,10 @@ def _evaluate_task(
 ) -> pd.DataFrame:
     inputs = [source] if trained_on is None else [source, trained_on]
     if output is None and options.get("groups_key") is not None:
-        raise OptionError("groups_key (--groups-key) requires output (-o), where the intervals are written; pass both.")
+        raise OptionError(
+            "(--groups-key) requires output (-o), where the intervals are written; pass both.",
+            argument="groups_key",
+        )
     path = None if output is None else output_file(output, [_TABLE], overwrite=overwrite, inputs=inputs)
     differences_path = None
     if path is not None and isinstance(tuned.objective, SupervisedTask):
@@ -164,13 +170,14 @@ def _evaluate_task(
         output_file(differences_path, [_TABLE], overwrite=overwrite, inputs=inputs)
         if differences_path.exists() and not differences_path.read_bytes().startswith(b"method,"):
             raise OptionError(
-                f"output={str(path)!r} would replace {str(differences_path)!r}, which scforge did not write; choose "
-                "another name."
+                f"would replace {str(differences_path)!r}, which scforge did not write; choose another name.",
+                output=str(path),
             )
     if trained_on is not None and tuned._known_split() is None:
         raise OptionError(
-            f"trained_on={str(trained_on)!r} (--trained-on) does not contain exactly the cells used for fine-tuning; "
-            "pass these cells, or omit trained_on."
+            "(--trained-on) does not contain exactly the cells used for fine-tuning; "
+            "pass these cells, or omit trained_on.",
+            trained_on=str(trained_on),
         )
     base = None
     if base_model is not None:
@@ -234,8 +241,8 @@ def _cells_of(source: Folder) -> tuple[AnnData, dict[str, str | None]]:
     adata = in_memory(source)
     if adata is None:
         raise OptionError(
-            f"source={name!r} must be an h5ad file or the name of a data set in scforge.datasets (data sets: "
-            f"{listing(list_cards())})."
+            f"must be an h5ad file or the name of a data set in scforge.datasets (data sets: {listing(list_cards())}).",
+            source=name,
         )
     return adata, {}
 
@@ -253,5 +260,7 @@ def _names(models: Sequence[Folder]) -> list[str]:
     if len(set(names)) < len(names):
         names = [f"{place.parent.name}_{place.name}" for place in places]
     if len(set(names)) < len(names):
-        raise OptionError(f"model contains folders with the same name ({listing(names)}); rename the folders.")
+        raise OptionError(
+            f"contains folders with the same name ({listing(names)}); rename the folders.", argument="model"
+        )
     return names

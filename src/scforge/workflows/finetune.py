@@ -177,7 +177,7 @@ def _found_in_cells(task: str, options: dict[str, Any], source: AnnData | Cells)
     key = found.get("perturbation_key", options.get("perturbation_key"))
     if "control" in missing:
         if key is None or key not in columns:
-            raise OptionError(f"perturbation_key={key!r} is not a column of obs{suggest(key, columns, 'available')}")
+            raise OptionError(f"is not a column of obs{suggest(key, columns, 'available')}", perturbation_key=key)
         values = source.obs[key] if isinstance(source, AnnData) else source.column(key)
         found["control"] = _the_one(
             _CONTROLS, texts_of(values, key=key, argument="perturbation_key").categories, "control", task

@@ -152,7 +152,7 @@ def push_folder(
     if not is_adapter:
         _check_holds_model(path, prefix)
         if base is not None:
-            raise OptionError(f"base={base!r} (--base) has no effect if {prefix} is a complete model; omit base.")
+            raise OptionError(f"(--base) has no effect if {prefix} is a complete model; omit base.", base=base)
     told: dict[str, Any] = {"license": license, "data": data, "citation": citation}
     told["metrics"] = None if metrics is None else _table(metrics)
     given = [name for name, value in told.items() if value is not None]
@@ -215,8 +215,8 @@ def pull_folder(
         folder = Path(output)
         if not overwrite and folder.is_dir() and any(folder.iterdir()):
             raise OptionError(
-                f"output={str(output)!r} (--output) exists and is not empty; pass overwrite=True (--overwrite) to "
-                "replace it."
+                "(--output) exists and is not empty; pass overwrite=True (--overwrite) to replace it.",
+                output=str(output),
             )
     # Unlike loading, pulling always asks the hub for a name that is no folder.
     found = find_model(name if Path(name).is_dir() else repository(name), prefix=f"name={name!r}", **options)

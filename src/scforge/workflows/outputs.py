@@ -17,7 +17,7 @@ _TABLE = ".csv"
 def check_ending(output: str | os.PathLike[str], endings: Sequence[str]) -> None:
     """Raise an OptionError if the name of an output has none of the file extensions."""
     if Path(output).suffix not in endings:
-        raise OptionError(f"output={str(output)!r} must end with {' or '.join(endings)}.")
+        raise OptionError(f"must end with {' or '.join(endings)}.", output=str(output))
 
 
 def output_file(output: Any, endings: list[str], *, overwrite: bool, inputs: list[Any]) -> Path:
@@ -32,5 +32,5 @@ def check_scores(path: Path, *, overwrite: bool, inputs: list[Any]) -> None:
         output_file(path, [_TABLE], overwrite=overwrite, inputs=inputs)
         return
     if path.suffix and not path.is_dir():
-        raise OptionError(f"output={str(path)!r} must be a .csv file or a folder.")
+        raise OptionError("must be a .csv file or a folder.", output=str(path))
     check_files("output", path, REPORT_FILES, described_by="report.json", overwrite=overwrite)

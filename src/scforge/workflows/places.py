@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,21 +43,17 @@ _SECTIONS = ("finetune", "model", "tokenizer", "objective", "data", "training", 
 
 @contextlib.contextmanager
 def placed(config: Config, option: str | None = None) -> Iterator[None]:
-    """Prefix error messages with the location of an option. If None, uses the option that the message begins with."""
+    """Prefix error messages with the location of an option. If None, uses the argument that caused the error."""
     try:
         yield
     except ScforgeError as error:
-        place = _place(config, str(error)) if option is None else config.place_of(option)
-        if not place:
-            raise
-        raise type(error)(place + str(error)) from error
+        place = _place(config, error.argument) if option is None else config.place_of(option)
+        raise error.located(place) from error.__cause__
 
 
-def _place(config: Config, message: str) -> str:
-    begin = re.match(r"([\w.]+)=|(?:\w+ )?option '(\w+)'", message)
-    if begin is None:
+def _place(config: Config, name: str | None) -> str:
+    if name is None:
         return ""
-    name = begin[1] or begin[2]
     if "." in name:
         return config.place_of(name)
     written = config.user_set()
@@ -88,7 +83,9 @@ def check_places(config: Config, *, replaces: bool = False) -> None:
     n_steps = config.training.checkpoint_every_n_steps
     if n_steps is not None and output.checkpoint_dir is None:
         raise ConfigError(
-            f"training.checkpoint_every_n_steps={n_steps} has no effect without output.checkpoint_dir; set both."
+            "has no effect without output.checkpoint_dir; set both.",
+            argument="training.checkpoint_every_n_steps",
+            value=n_steps,
         )
     embedding = None if output.embedding is None else os.fspath(Path(output.embedding).parent)
     folders = {"output.log_dir": output.log_dir, "output.checkpoint_dir": output.checkpoint_dir}
@@ -99,14 +96,16 @@ def check_places(config: Config, *, replaces: bool = False) -> None:
     for package in output.loggers or []:
         if package != "csv" and importlib.util.find_spec(package) is None:
             fix = f"install with pip install 'scforge[{package}]'"
-            raise OptionError(f"output.loggers={output.loggers} contains {package!r}, which is not installed; {fix}.")
+            problem = f"contains {package!r}, which is not installed; {fix}."
+            raise OptionError(problem, argument="output.loggers", value=output.loggers)
     if output.embedding is not None:
         target = Path(output.embedding)
-        place, prefix = target.resolve(), f"output.embedding={str(target)!r}"
+        place = target.resolve()
         read = [*(data.paths or []), *config.eval.datasets.values()]
         inputs = [Path(path).resolve() for path in read if not is_url(path)]
         if any(file == place or place.match(str(file)) for file in inputs):  # or what a pattern would find
-            raise ConfigError(f"{prefix} is an input file and would be overwritten; choose another name.")
+            problem = "is an input file and would be overwritten; choose another name."
+            raise ConfigError(problem, argument="output.embedding", value=str(target))
         check_output("output.embedding", target, overwrite=replaces)
     files = {f"data.paths.{index}": path for index, path in enumerate(data.paths or [])}
     files |= {f"eval.datasets.{name}": path for name, path in config.eval.datasets.items()}
@@ -140,8 +139,8 @@ def check_run(config: Config, *, resume: Any, overwrite: bool) -> None:
     folder = config.output.checkpoint_dir
     if resume is not None and overwrite:
         raise OptionError(
-            f"resume={str(resume)!r} and overwrite=True (--resume and --overwrite) contradict each other; keep only "
-            "one of the two."
+            "and overwrite=True (--resume and --overwrite) contradict each other; keep only one of the two.",
+            resume=str(resume),
         )
     if folder is None and (resume == _AUTO or (overwrite and config.output.embedding is None)):
         what = "overwrite=True (--overwrite)" if overwrite else "resume='auto'"
@@ -155,16 +154,18 @@ def check_run(config: Config, *, resume: Any, overwrite: bool) -> None:
         return
     if os.path.lexists(run.path / CONFIG_FILE) and not is_unedited(run.path / CONFIG_FILE):
         raise OptionError(
-            f"checkpoint_dir={str(run.path)!r} contains {CONFIG_FILE!r}, which training would replace, but which "
-            "scforge did not write or which has been edited; rename the file, or choose another folder."
+            f"contains {CONFIG_FILE!r}, which training would replace, but which "
+            "scforge did not write or which has been edited; rename the file, or choose another folder.",
+            checkpoint_dir=str(run.path),
         )
     run.check_free(resumes=resume == _AUTO or (state is not None and run.holds(state)), overwrite=overwrite)
     if config.finetune is not None and config.finetune.evaluate and os.path.lexists(run.path / EVALUATION_FILE):
         check_output("evaluation", run.path / EVALUATION_FILE, overwrite=overwrite or resume is not None)
         if not is_unedited(run.path / CONFIG_FILE):
             raise OptionError(
-                f"checkpoint_dir={str(run.path)!r} contains {EVALUATION_FILE!r}, which scforge did not write; rename "
-                "the file, or choose another folder."
+                f"contains {EVALUATION_FILE!r}, which scforge did not write; rename "
+                "the file, or choose another folder.",
+                checkpoint_dir=str(run.path),
             )
 
 

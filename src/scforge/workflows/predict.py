@@ -77,11 +77,11 @@ def predict_to(
     assert isinstance(task, Task)
     adata = in_memory(source)
     if task.makes_cells and path.suffix == _TABLE:
-        raise OptionError(f"output={str(output)!r} is a table, but the task generates cells; choose an h5ad file.")
+        raise OptionError("is a table, but the task generates cells; choose an h5ad file.", output=str(output))
     if adata is None and path.suffix == _CELLS and not task.makes_cells:
         raise OptionError(
-            f"output={str(output)!r} requires cells from an h5ad file, but source={str(source)!r}; choose a table as "
-            "output, e.g. labels.csv."
+            f"requires cells from an h5ad file, but source={str(source)!r}; choose a table as output, e.g. labels.csv.",
+            output=str(output),
         )
     cells = tuned._cells(source) if adata is None else adata
     found = tuned.predict(cells, batch_size=batch_size, **options)

@@ -51,5 +51,5 @@ def recipe_path(name: str) -> Path:
     """
     known = list_recipes()
     if name not in known:
-        raise ConfigError(f"recipe={name!r} is not known{suggest(name, known)}")
+        raise ConfigError(f"is not known{suggest(name, known)}", recipe=name)
     return _FOLDER / f"{name}.yaml"

@@ -96,8 +96,8 @@ def majority_vote(labels: np.ndarray, clusters: pd.Series | np.ndarray, *, min_s
     codes, names = pd.factorize(clusters)
     if (codes < 0).any():
         raise DataError(
-            f"majority_voting: {int((codes < 0).sum())} of {len(codes)} cells have no cluster; assign a cluster to "
-            "each cell."
+            f": {int((codes < 0).sum())} of {len(codes)} cells have no cluster; assign a cluster to each cell.",
+            argument="majority_voting",
         )
     label_codes, label_names = pd.factorize(np.asarray(labels, dtype=object), sort=True)
     votes = np.zeros((len(names), len(label_names)), dtype=np.int64)
@@ -158,7 +158,7 @@ class Annotation(SupervisedTask):
         self.class_weights = check_weights("class_weights", class_weights, self.classes)
         if check_share("label_smoothing", label_smoothing) == 1:
             raise OptionError(
-                f"label_smoothing={label_smoothing!r} removes all information from the labels; pass a value below 1."
+                "removes all information from the labels; pass a value below 1.", label_smoothing=label_smoothing
             )
         self.label_smoothing = float(label_smoothing)
         self._weights: torch.Tensor | None = None
@@ -205,8 +205,8 @@ class Annotation(SupervisedTask):
             return {"classes": names}
         if differing := sorted({*self.classes} ^ {*names}):
             raise DataError(
-                f"classes does not match the labels in {self.argument} (difference: {listing(differing)}); correct "
-                "classes."
+                f"does not match the labels in {self.argument} (difference: {listing(differing)}); correct classes.",
+                argument="classes",
             )
         return {}
 
@@ -333,7 +333,7 @@ class Annotation(SupervisedTask):
         check_share("min_share", min_share)
         clusters = None
         if not isinstance(majority_voting, bool | str):
-            raise OptionError(f"majority_voting={majority_voting!r} must be True, False or a column of obs.")
+            raise OptionError("must be True, False or a column of obs.", majority_voting=majority_voting)
         if isinstance(majority_voting, str):  # report a missing column early
             of_cells = predictor.cells.column
             clusters = of_cells(majority_voting) if adata is None else column_of(adata.obs, majority_voting)

@@ -257,7 +257,7 @@ class Integration(Task):
         self.batches = check_names("batches", batches)
         self.n_reference = n_reference
         if n_reference is not None and (self.batches is None or not 0 < n_reference <= len(self.batches)):
-            raise OptionError(f"n_reference={n_reference} must be between 1 and the number of batches={batches!r}.")
+            raise OptionError(f"must be between 1 and the number of batches={batches!r}.", n_reference=n_reference)
         self.translation = check_positive("translation", translation, or_zero=True)
         self.across = check_count("across", across, "neighbors", least=0)
         self.within = check_count("within", within, "neighbors", least=0)
@@ -294,8 +294,7 @@ class Integration(Task):
         found = self._batches(column).categories
         if len(found) < 2:
             raise DataError(
-                f"batch_key={self.batch_key!r} has only one batch among the training cells; integration needs at least "
-                "two."
+                "has only one batch among the training cells; integration needs at least two.", batch_key=self.batch_key
             )
         return {"batches": [str(name) for name in found]}
 
@@ -423,8 +422,9 @@ class Integration(Task):
             correction = float(predictor.correct is not None and self._has_batches(predictor.cells))
         elif check_share("correction", correction) and predictor.correct is None:
             raise OptionError(
-                f"correction={correction}, but the model has no correction: query models and models whose training was "
-                "interrupted have none; pass correction=0."
+                ", but the model has no correction: query models and models whose training was "
+                "interrupted have none; pass correction=0.",
+                correction=correction,
             )
         embedding = predictor.embedding(correction=correction)
         if adata is not None:
@@ -464,7 +464,7 @@ class Integration(Task):
             If a baseline is missing.
         """
         if self.labels_key is None:
-            raise OptionError("labels_key=None, but scoring requires cell types; pass labels_key to finetune.")
+            raise OptionError(", but scoring requires cell types; pass labels_key to finetune.", labels_key=None)
         methods = {"scforge": context.predictor.embedding(context.rows, correction=1.0)}
         if context.base is not None:
             methods[FROZEN] = context.base.embedding(context.rows)

@@ -31,7 +31,10 @@ def _truth(values: pd.Series, key: str) -> np.ndarray:
     present = values.dropna()
     odd = [value for value in present.unique() if isinstance(value, str) or value not in (0, 1)]
     if odd:
-        raise DataError(f"labels_keys: {key!r} contains {str(odd[0])!r}; use only True and False, or 1 and 0.")
+        raise DataError(
+            f": {key!r} contains {str(odd[0])!r}; use only True and False, or 1 and 0.",
+            argument="labels_keys",
+        )
     result = np.zeros(len(values), dtype=bool)
     result[np.asarray(values.notna())] = np.asarray(present, dtype=object).astype(bool)
     return result
@@ -81,13 +84,13 @@ class MultiLabel(SupervisedTask):
         if (labels_keys is None) == (labels_key is None):
             raise OptionError("pass either labels_keys (boolean columns) or labels_key (one column of text).")
         if not isinstance(separator, str) or not separator.strip():
-            raise OptionError(f"separator={separator!r} is not a valid label separator; pass e.g. ';'.")
+            raise OptionError("is not a valid label separator; pass e.g. ';'.", separator=separator)
         self.labels_keys = check_names("labels_keys", labels_keys)
         self.labels_key = labels_key
         self.separator = separator
         self.classes = check_names("classes", classes)
         if self.labels_keys is not None and self.classes not in (None, self.labels_keys):
-            raise OptionError(f"classes={self.classes!r} does not match labels_keys; omit classes.")
+            raise OptionError("does not match labels_keys; omit classes.", classes=self.classes)
         self.pos_weight = check_weights("pos_weight", pos_weight, self.classes)
         self._weight: torch.Tensor | None = None
 

@@ -146,9 +146,9 @@ class Perturbation(Task):
         self.heldout = check_names("heldout", heldout)
         self.heldout_contexts = check_names("heldout_contexts", heldout_contexts)
         if self.heldout is not None and self.heldout_contexts is not None:
-            raise OptionError("heldout and heldout_contexts cannot be combined; pass only one of them.")
+            raise OptionError("and heldout_contexts cannot be combined; pass only one of them.", argument="heldout")
         if self.heldout_contexts is not None and self.context_key is None:
-            raise OptionError(f"heldout_contexts={self.heldout_contexts!r} requires context_key; pass context_key.")
+            raise OptionError("requires context_key; pass context_key.", heldout_contexts=self.heldout_contexts)
         self.delta_loss = check_choice("delta_loss", delta_loss, ["mse", "wmse"])
         self.rank = check_count("rank", rank, "directions")
         self.head = check_head(head)
@@ -173,14 +173,14 @@ class Perturbation(Task):
     ) -> Split:
         """Hold out whole perturbations or contexts."""
         if split_by not in (None, self.perturbation_key, self.context_key):
-            raise OptionError(f"split_by={split_by!r} must be the column of perturbation_key or context_key.")
+            raise OptionError("must be the column of perturbation_key or context_key.", split_by=split_by)
         by_context = self.heldout_contexts is not None or (
             self.context_key is not None and split_by == self.context_key
         )
         if by_context and self.heldout is not None:
             raise OptionError(
-                f"heldout={self.heldout!r} contains perturbations, but split_by={split_by!r} holds out contexts; omit "
-                "one of the two."
+                f"contains perturbations, but split_by={split_by!r} holds out contexts; omit one of the two.",
+                heldout=self.heldout,
             )
         named = self.heldout_contexts
         if not by_context and self.heldout is not None:
@@ -202,7 +202,7 @@ class Perturbation(Task):
         targets = [self._keys.targets(name) for name in names]
         if () in targets:
             name = names[targets.index(())]
-            raise OptionError(f"{argument} contains {name!r}, which is the control; remove it from {argument}.")
+            raise OptionError(f"contains {name!r}, which is the control; remove it from {argument}.", argument=argument)
         return targets
 
     def options_from(self, column: Column) -> dict[str, Any]:
@@ -428,8 +428,8 @@ class Perturbation(Task):
         ]
         if not effects:
             raise OptionError(
-                "perturbations=None, but the model was trained on every perturbation in these cells; pass the "
-                "perturbations to predict."
+                ", but the model was trained on every perturbation in these cells; pass the perturbations to predict.",
+                perturbations=None,
             )
         if without := sorted({effect.context for effect in effects} - {*controls}):
             raise DataError(f"the contexts {listing(without)} have no control cells to predict from; add controls.")
@@ -487,7 +487,7 @@ class Perturbation(Task):
         """
         if key_added is not None:
             raise OptionError(
-                f"key_added={key_added!r} has no effect, because 'perturbation' returns an AnnData; omit key_added."
+                "has no effect, because 'perturbation' returns an AnnData; omit key_added.", key_added=key_added
             )
         if n_cells is not None:
             check_count("n_cells", n_cells, "controls")
@@ -726,7 +726,9 @@ def hold_out(
         raise DataError("all cells are controls, so there is nothing to learn from; add perturbed cells.")
     if unknown := [name for name in named or () if name not in targets]:
         raise OptionError(
-            f"{argument}={unknown[0]!r} is not the label of a perturbed cell{suggest(unknown[0], names, 'labels')}"
+            f"is not the label of a perturbed cell{suggest(unknown[0], names, 'labels')}",
+            argument=argument,
+            value=unknown[0],
         )
 
     def draw(order: list[str], share: float) -> list[str]:

@@ -70,9 +70,9 @@ class Regression(SupervisedTask):
         self.labels_key = labels_key
         self.loss_function = check_choice("loss_function", loss_function, _LOSSES)
         if (center is None) != (scale is None):
-            raise OptionError(f"center={center!r} and scale={scale!r} must be given together; pass both, or neither.")
+            raise OptionError(f"and scale={scale!r} must be given together; pass both, or neither.", center=center)
         if isinstance(center, str) or isinstance(scale, str):
-            raise OptionError(f"center={center!r} and scale={scale!r} must be numbers.")
+            raise OptionError(f"and scale={scale!r} must be numbers.", center=center)
         self.center = None if center is None else float(center)
         self.scale = None if scale is None else check_positive("scale", scale)
 

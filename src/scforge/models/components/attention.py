@@ -26,7 +26,7 @@ def _without_cudnn(query: torch.Tensor) -> AbstractContextManager[None]:
 def check_shapes(shape: Sequence[int], **tensors: torch.Tensor | None) -> None:
     """Raise :class:`~scforge.errors.OptionError` if a tensor does not have the shape (B, S), one value per token."""
     if len(shape) != 2:
-        raise OptionError(f"input_ids has shape {tuple(shape)}; pass a batch of cells of shape (B, S).")
+        raise OptionError(f"has shape {tuple(shape)}; pass a batch of cells of shape (B, S).", argument="input_ids")
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != shape:
             raise OptionError(

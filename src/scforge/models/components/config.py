@@ -84,7 +84,7 @@ class TransformerConfig:
         check_count("num_heads", self.num_heads, "heads")
         if self.hidden_dim % self.num_heads:
             raise OptionError(
-                f"hidden_dim={self.hidden_dim} is not divisible by num_heads={self.num_heads}; change one."
+                f"is not divisible by num_heads={self.num_heads}; change one.", hidden_dim=self.hidden_dim
             )
         check_count("ffn_dim", self.inner_dim, "dimensions")
         check_choice("activation", self.activation, sorted([*ACTIVATIONS, GATED]))
@@ -97,8 +97,9 @@ class TransformerConfig:
                 check_bool(name, getattr(self, name))
         if self.rotary and self.head_dim % 2:
             raise OptionError(
-                f"position_embedding='rotary' requires heads of even width, but hidden_dim={self.hidden_dim} and "
-                f"num_heads={self.num_heads} give a width of {self.head_dim}; change one of the two."
+                f"requires heads of even width, but hidden_dim={self.hidden_dim} and "
+                f"num_heads={self.num_heads} give a width of {self.head_dim}; change one of the two.",
+                position_embedding="rotary",
             )
 
     @property

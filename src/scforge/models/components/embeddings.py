@@ -176,13 +176,14 @@ class GeneExpressionEmbedding(nn.Module):
         check_count("max_seq_len", max_seq_len, "tokens")
         if value_encoder != "linear" and not use_expression_values:
             raise OptionError(
-                f"value_encoder={value_encoder!r} requires use_expression_values=True; set use_expression_values=True, "
-                "or omit value_encoder."
+                "requires use_expression_values=True; set use_expression_values=True, or omit value_encoder.",
+                value_encoder=value_encoder,
             )
         if (value_encoder == "soft_bins") != (n_value_bins is not None):
             raise OptionError(
-                f"n_value_bins={n_value_bins!r} does not work with value_encoder={value_encoder!r}; set n_value_bins "
-                "if and only if value_encoder='soft_bins'."
+                f"does not work with value_encoder={value_encoder!r}; set n_value_bins "
+                "if and only if value_encoder='soft_bins'.",
+                n_value_bins=n_value_bins,
             )
         self.max_seq_len = max_seq_len
         self.gene_embedding = token_embedding(vocab_size, hidden_dim, gene_vectors)

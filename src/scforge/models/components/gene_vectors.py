@@ -204,8 +204,8 @@ def _of_vectors[E: GeneVectorEmbedding](
 ) -> E:
     if not isinstance(gene_vectors, Mapping) or not {"dim", "learned"} <= set(gene_vectors):
         raise OptionError(
-            f"gene_vectors={gene_vectors!r} is not a dict with 'dim' and 'learned'; omit gene_vectors, or pass e.g. "
-            "{'dim': 1280, 'learned': 4}."
+            "is not a dict with 'dim' and 'learned'; omit gene_vectors, or pass e.g. {'dim': 1280, 'learned': 4}.",
+            gene_vectors=gene_vectors,
         )
     check_options("option", "gene_vectors", gene_vectors, ["dim", "learned", "frozen"])
     return cls(vocab_size, hidden_dim, **gene_vectors)
@@ -253,8 +253,9 @@ def check_filled(module: nn.Module) -> None:
     """Raise an error if a :class:`GeneVectorEmbedding` of a model has not been filled."""
     if any(not part.scale for part in _parts(module)):
         raise OptionError(
-            "gene_vectors is set, but no vectors were passed to the model; omit gene_vectors, and pass the vectors "
-            "with tokenizer={'name': 'gene_embedding', 'table': ...}."
+            "is set, but no vectors were passed to the model; omit gene_vectors, and pass the vectors "
+            "with tokenizer={'name': 'gene_embedding', 'table': ...}.",
+            argument="gene_vectors",
         )
 
 

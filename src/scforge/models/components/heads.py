@@ -99,8 +99,9 @@ def log_counts(name: str, counts_bs: torch.Tensor, tokens_bs: torch.Tensor) -> t
     counts_bs = counts_bs.float().masked_fill(~tokens_bs, 0.0)
     if counts_bs.device.type == "cpu" and not torch.compiler.is_compiling() and bool((counts_bs < 0).any()):
         raise OptionError(
-            f"value_loss={name!r} requires counts, but the values include {float(counts_bs.min()):g}; use a tokenizer "
-            "that returns counts (continuous_projection with transform='counts'), or value_loss='mse'."
+            f"requires counts, but the values include {float(counts_bs.min()):g}; use a tokenizer "
+            "that returns counts (continuous_projection with transform='counts'), or value_loss='mse'.",
+            value_loss=name,
         )
     return counts_bs.log1p()
 

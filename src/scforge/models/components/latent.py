@@ -49,7 +49,9 @@ class BatchIntegrationHead(nn.Module):
         dense_bh = self.dense(latent_bl)
         if self.batch_embedding is None:
             if batch is not None:
-                raise OptionError("batch is given, but the model has n_batches=0; omit it, or train with batches.")
+                raise OptionError(
+                    "is given, but the model has n_batches=0; omit it, or train with batches.", argument="batch"
+                )
         else:
             mean_h = self.batch_embedding.weight.mean(dim=0)
             if batch is None:
@@ -58,8 +60,9 @@ class BatchIntegrationHead(nn.Module):
             n_batches = self.batch_embedding.num_embeddings
             if batch_b.device.type == "cpu" and bool(((batch_b < -1) | (batch_b >= n_batches)).any()):
                 raise OptionError(
-                    f"batch contains an invalid number; pass numbers from 0 to {n_batches - 1}, or -1 for the mean of "
-                    "all batches."
+                    f"contains an invalid number; pass numbers from 0 to {n_batches - 1}, or -1 for the mean of "
+                    "all batches.",
+                    argument="batch",
                 )
             of_batch_bh = self.batch_embedding(batch_b.clamp(min=0))
             dense_bh = dense_bh + torch.where((batch_b < 0).unsqueeze(1), mean_h, of_batch_bh)

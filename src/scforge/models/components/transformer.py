@@ -360,8 +360,9 @@ class TransformerStack(nn.Module):
         if cache is not None:
             if attention_bias is not None or output_hidden_states or output_attentions:
                 raise OptionError(
-                    "cache does not work with attention_bias, output_hidden_states or output_attentions; omit these "
-                    "arguments."
+                    "does not work with attention_bias, output_hidden_states or output_attentions; omit these "
+                    "arguments.",
+                    argument="cache",
                 )
             if tokens_bs is None:
                 tokens_bs = torch.ones((batch, seq), dtype=torch.bool, device=hidden_bsh.device)

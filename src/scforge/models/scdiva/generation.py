@@ -94,13 +94,15 @@ def generate_cells(
             "'masked_diffusion'."
         )
     if not 0 < mask_id < model.n_special:
-        raise OptionError(f"mask_id={mask_id} is not one of the {model.n_special} special tokens; pass the MASK id.")
+        raise OptionError(f"is not one of the {model.n_special} special tokens; pass the MASK id.", mask_id=mask_id)
     ids_bp, values_bp, mask_bp, is_first_bp = read_prompt(prompt, n_cells, first_id, model.n_special, model.vocab_size)
     known_bp = mask_bp & ~is_first_bp
     wrong_bp = known_bp & (values_bp.isinf() | (values_bp < 0))
     if bool(wrong_bp.any()):
         value = float(values_bp[wrong_bp][0])
-        raise OptionError(f"prompt contains the value {value}; pass log1p of counts, or NaN for values to sample.")
+        raise OptionError(
+            f"contains the value {value}; pass log1p of counts, or NaN for values to sample.", argument="prompt"
+        )
     ids_bp, values_bp = ids_bp.masked_fill(~mask_bp, PAD_ID), values_bp.masked_fill(~known_bp, 0.0)
     width = int(mask_bp.sum(dim=1).max()) if mask_bp.numel() else 0
     draws = [generator_of(f"unmask {seed} {first_cell + cell}") for cell in range(n_cells)]
@@ -129,12 +131,15 @@ def _lengths(
     """Return the number of tokens of each cell, int64, (B,)."""
     most, n_given = min(model.num_genes + (first_id is not None), model.max_generated), int(given_b.max())
     if n_given > most:
-        raise OptionError(f"prompt has {n_given} tokens, but the model accepts at most {most}; pass fewer tokens.")
+        raise OptionError(
+            f"has {n_given} tokens, but the model accepts at most {most}; pass fewer tokens.", argument="prompt"
+        )
     if n_tokens is None:
         if model.length_quantiles is None or not bool(model.length_quantiles.any()):
             raise OptionError(
-                "n_tokens=None requires a trained model, which contains the lengths of the training cells; pass "
-                "n_tokens, or train the model."
+                "requires a trained model, which contains the lengths of the training cells; pass "
+                "n_tokens, or train the model.",
+                n_tokens=None,
             )
         places = torch.stack([torch.rand((), generator=draw, dtype=torch.float64) for draw in draws]) * 100
         low = places.floor().long().clamp(max=99)
@@ -145,8 +150,9 @@ def _lengths(
     wrong = lengths[(lengths < given_b.clamp(min=1)) | (lengths > most)]
     if len(wrong):
         raise OptionError(
-            f"n_tokens={int(wrong[0])} does not fit: prompt has {n_given} tokens and the model accepts at most "
-            f"{most}; pass numbers from {max(n_given, 1)} to {most}."
+            f"does not fit: prompt has {n_given} tokens and the model accepts at most "
+            f"{most}; pass numbers from {max(n_given, 1)} to {most}.",
+            n_tokens=int(wrong[0]),
         )
     return lengths
 

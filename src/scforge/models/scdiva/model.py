@@ -328,7 +328,8 @@ class ScDiVaModel(Architecture):
         weights = torch.as_tensor(weights)
         if tuple(weights.shape) != (self.num_genes,):
             raise OptionError(
-                f"weights has shape {tuple(weights.shape)}; pass one number for each of the {self.num_genes} genes."
+                f"has shape {tuple(weights.shape)}; pass one number for each of the {self.num_genes} genes.",
+                argument="weights",
             )
         if self.gene_weights is not None:
             self.gene_weights.copy_(weights)
@@ -537,7 +538,10 @@ class ScDiVaModel(Architecture):
         states = self.states(seen, table=True)
         chosen_bs = seen.hidden_value & seen.has_gene
         if bool((chosen_bs & ~states.attended).any()):
-            raise OptionError(f"masked_values has more than max_tokens={self.max_tokens} values per cell; mask fewer.")
+            raise OptionError(
+                f"has more than max_tokens={self.max_tokens} values per cell; mask fewer.",
+                argument="masked_values",
+            )
         predicted_bs = torch.zeros_like(seen.values)
         predicted_bs[chosen_bs] = self.values_of(states, seen.ids, chosen_bs).to(predicted_bs.dtype)
         return predicted_bs
@@ -547,7 +551,10 @@ class ScDiVaModel(Architecture):
         """Set the 101 percentiles of the number of tokens per cell, from which ``generate`` samples lengths."""
         quantiles = torch.as_tensor(quantiles)
         if self.length_quantiles is None or tuple(quantiles.shape) != (101,):
-            raise OptionError(f"quantiles has shape {tuple(quantiles.shape)}; pass 101 quantiles if denoising=True.")
+            raise OptionError(
+                f"has shape {tuple(quantiles.shape)}; pass 101 quantiles if denoising=True.",
+                argument="quantiles",
+            )
         self.length_quantiles.copy_(quantiles)
 
     @torch.no_grad()

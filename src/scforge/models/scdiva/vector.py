@@ -20,8 +20,9 @@ def batch_states(
     """Run the transformer on the weighted sum of the genes of each cell; every token has the state of its cell."""
     if output_attentions:
         raise OptionError(
-            "output_attentions=True requires mode='tokens', because mode='vector' has no attention; omit "
-            "output_attentions, or choose mode='tokens'."
+            "requires mode='tokens', because mode='vector' has no attention; omit "
+            "output_attentions, or choose mode='tokens'.",
+            output_attentions=True,
         )
     state_bh, layers = _run(model, *weighted_sum(model, seen), output_hidden_states=output_hidden_states)
     shape = (-1, seen.ids.shape[1], -1)

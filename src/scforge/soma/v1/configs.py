@@ -31,7 +31,9 @@ V1_BATCH_SIZE: Final = 16
 def _check_scale_factor(argument: str, value: Any) -> None:
     """Raise an error if `value` is not a valid scale factor of positions, i.e. a number of at least 1."""
     if check_positive(argument, value) < 1:
-        raise OptionError(f"{argument}={value} is below 1; pass 1, or a larger number for closer positions.")
+        raise OptionError(
+            "is below 1; pass 1, or a larger number for closer positions.", argument=argument, value=value
+        )
 
 
 _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
@@ -62,8 +64,9 @@ def check_numbers(**numbers: Any) -> None:
     width = "embedding_dim" if "embedding_dim" in numbers else "num_features"
     if (n_heads := numbers.get("num_heads")) and numbers[width] % (2 * n_heads):
         raise OptionError(
-            f"{width}={numbers[width]} cannot be split into num_heads={n_heads} heads of even width; change one of the "
-            "two."
+            f"cannot be split into num_heads={n_heads} heads of even width; change one of the two.",
+            argument=width,
+            value=numbers[width],
         )
 
 
@@ -246,10 +249,10 @@ def check_config(config: Any, kind: type) -> None:
 def check_whole(argument: str, values: Any, kind: type = object) -> None:
     """Raise an error if `values` are not integers of shape (B, S) in an array of the type `kind` of the framework."""
     if not isinstance(values, kind):
-        raise DataError(f"{argument} is of type {type(values).__name__}; pass a {kind.__name__}.")
+        raise DataError(f"is of type {type(values).__name__}; pass a {kind.__name__}.", argument=argument)
     dtype, shape = getattr(values, "dtype", type(values).__name__), tuple(getattr(values, "shape", ()))
     if "int" not in str(dtype) or len(shape) != 2:
-        raise DataError(f"{argument} has dtype {dtype} and shape {shape}; pass integers of shape (batch, seq).")
+        raise DataError(f"has dtype {dtype} and shape {shape}; pass integers of shape (batch, seq).", argument=argument)
 
 
 def check_tokens(argument: str, values: Any, vocab_size: int) -> None:
@@ -257,8 +260,8 @@ def check_tokens(argument: str, values: Any, vocab_size: int) -> None:
     if values.shape[0] and values.shape[1] and not 0 <= int(values.min()) <= int(values.max()) < vocab_size:
         wrong = values.min() if values.min() < 0 else values.max()
         raise DataError(
-            f"{argument} contains {int(wrong)}, which is not in the vocabulary; pass token ids from 0 to "
-            f"{vocab_size - 1}."
+            f"contains {int(wrong)}, which is not in the vocabulary; pass token ids from 0 to {vocab_size - 1}.",
+            argument=argument,
         )
 
 
@@ -266,14 +269,16 @@ def check_one_a_token(argument: str, values: Any, of: str, tokens: Any, *, or_on
     """Raise an error if `values` does not have the shape of `tokens` (argument `of`), or optionally of one row."""
     if tuple(values.shape) not in {tuple(tokens.shape), *([(1, tokens.shape[1])] if or_one_row else [])}:
         raise DataError(
-            f"{argument} has shape {tuple(values.shape)}, but {of} has shape {tuple(tokens.shape)}; pass one value per "
-            "token."
+            f"has shape {tuple(values.shape)}, but {of} has shape {tuple(tokens.shape)}; pass one value per token.",
+            argument=argument,
         )
 
 
 def check_states(x: Any, noise: Any = None) -> None:
     """Raise an error if `x` are not real numbers of shape (..., H), or `noise` is not of shape (H, directions)."""
     if "float" not in str(x.dtype) or not x.shape:
-        raise DataError(f"x has dtype {x.dtype} and shape {tuple(x.shape)}; pass states of shape (..., width).")
+        raise DataError(
+            f"has dtype {x.dtype} and shape {tuple(x.shape)}; pass states of shape (..., width).", argument="x"
+        )
     if noise is not None and (len(noise.shape) != 2 or len(noise) != x.shape[-1]):
-        raise DataError(f"noise has shape {tuple(noise.shape)}; pass shape ({x.shape[-1]}, directions).")
+        raise DataError(f"has shape {tuple(noise.shape)}; pass shape ({x.shape[-1]}, directions).", argument="noise")

@@ -76,7 +76,7 @@ class Serde[M](abc.ABC):
             As in :meth:`deserialize`.
         """
         if not Path(filename).is_file():
-            raise MissingFileError(f"filename={str(filename)!r} is not a file; pass the name of a file with weights.")
+            raise MissingFileError("is not a file; pass the name of a file with weights.", filename=str(filename))
         return self._read(repr(str(filename)), lambda: self._format.load_file(filename))
 
     def _read(self, where: str, load: Callable[[], dict[str, Any]]) -> M:

@@ -117,7 +117,11 @@ def _numbers(data: bytes | bytearray | memoryview | np.ndarray) -> np.ndarray:
     try:
         view = memoryview(data)
     except (TypeError, ValueError) as error:
-        raise DataError(f"data is of type {type(data).__name__}; pass bytes, e.g. text.encode().") from error
+        raise DataError(
+            f"is of type {type(data).__name__}; pass bytes, e.g. text.encode().", argument="data"
+        ) from error
     if view.format != "B" or view.ndim != 1:
-        raise DataError(f"data has format {view.format!r} and shape {view.shape}; pass bytes, or a 1D uint8 array.")
+        raise DataError(
+            f"has format {view.format!r} and shape {view.shape}; pass bytes, or a 1D uint8 array.", argument="data"
+        )
     return np.frombuffer(view if view.c_contiguous else view.tobytes(), dtype=np.uint8)

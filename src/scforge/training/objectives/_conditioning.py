@@ -32,9 +32,11 @@ def check_classes(argument: str, classes: Any, key_argument: str, key: str | Non
     if classes is None:
         return None
     if isinstance(classes, str) or not classes or len(set(classes)) < len(classes):
-        raise OptionError(f"{argument}={classes!r} must be a list of unique class names.")
+        raise OptionError("must be a list of unique class names.", argument=argument, value=classes)
     if key is None:
-        raise OptionError(f"{argument}={list(classes)!r} requires {key_argument}, the column of obs with the classes.")
+        raise OptionError(
+            f"requires {key_argument}, the column of obs with the classes.", argument=argument, value=list(classes)
+        )
     return list(classes)
 
 
@@ -53,10 +55,10 @@ def classes_found(
     try:
         values = column(key)
     except DataError as error:
-        raise DataError(f"{argument}={error}") from error
+        raise DataError(error.problem, argument=argument, value=key) from error
     texts = read(values, key=key, argument=argument)
     if not len(texts.categories):
-        raise OptionError(f"{argument}={key!r} is missing for all cells; choose another column.")
+        raise OptionError("is missing for all cells; choose another column.", argument=argument, value=key)
     return [str(name) for name in texts.categories]
 
 
@@ -79,7 +81,7 @@ def numbers_of_cells(
     if key is None:
         return None
     if names is None:
-        raise TrainingError(f"{argument} are unknown; pass {argument}=[...], or create the model with cells.")
+        raise TrainingError(f"are unknown; pass {argument}=[...], or create the model with cells.", argument=argument)
     try:
         values = named_column(cells, key, argument=key_argument)
     except DataError:

@@ -213,8 +213,9 @@ class SeesViews(Objective):
         self.gene_dropout = check_share("gene_dropout", gene_dropout)
         if not 0 < self.keep_min <= self.keep_max or self.gene_dropout == 1:
             raise OptionError(
-                f"keep_min={keep_min} and keep_max={keep_max} must satisfy 0 < keep_min <= keep_max <= 1, and "
-                f"gene_dropout={gene_dropout} must satisfy 0 <= gene_dropout < 1."
+                f"and keep_max={keep_max} must satisfy 0 < keep_min <= keep_max <= 1, and "
+                f"gene_dropout={gene_dropout} must satisfy 0 <= gene_dropout < 1.",
+                keep_min=keep_min,
             )
 
     def _views(self, blocks: Sequence[CellBlock], tokenizer: Tokenizer, *, epoch: int, seed: int) -> TokenBatch:

@@ -211,8 +211,9 @@ def refuse_zero_genes(objective: str, tokenizer: Tokenizer) -> None:
     """Raise :class:`~scforge.errors.OptionError` if all measured genes are tokens, so that none can be masked."""
     if tokenizer.lists_all_genes:
         raise OptionError(
-            f"include_zero_genes=True includes every measured gene, but {objective!r} learns to predict which genes a "
-            "cell expresses; set include_zero_genes=False."
+            f"includes every measured gene, but {objective!r} learns to predict which genes a "
+            "cell expresses; set include_zero_genes=False.",
+            include_zero_genes=True,
         )
 
 

@@ -120,15 +120,17 @@ class JointEmbedding(TellsBatches, SeesViews):
         self._set_views(keep_min, keep_max, gene_dropout)
         self.weight = check_share("weight", weight)
         if self.weight in (0, 1):
-            raise OptionError(f"weight={weight} must be greater than 0 and less than 1.")
+            raise OptionError("must be greater than 0 and less than 1.", weight=weight)
         self.slices = check_count("slices", slices, "directions")
         self.per_batch = check_bool("per_batch", per_batch)
         self._set_batches(batch_key, batches)
         if self.per_batch and self.batch_key is None:
-            raise OptionError("per_batch=True requires batch_key, the column of obs with the batch of each cell.")
+            raise OptionError("requires batch_key, the column of obs with the batch of each cell.", per_batch=True)
         for name, value in {"batch_key": batch_key, "clusters": clusters}.items():
             if value is not None and not self.per_batch:
-                raise OptionError(f"{name}={value!r} has an effect only with per_batch=True; set it, or omit {name}.")
+                raise OptionError(
+                    f"has an effect only with per_batch=True; set it, or omit {name}.", argument=name, value=value
+                )
         self.clusters = None if clusters is None else check_count("clusters", clusters, "clusters", least=2)
         self.max_cells = check_count("max_cells", max_cells, "cells", least=2)
         self.projector = None if projector is None else check_count("projector", projector, "dimensions")
@@ -178,7 +180,7 @@ class JointEmbedding(TellsBatches, SeesViews):
         assert self._batches is not None
         learned = choose_chunks(len(cells), self.max_cells, cells.chunk_size, rows=np.sort(train_rows))
         if len(learned) < most:
-            raise DataError(f"clusters={most} is more than the {len(learned)} cells to cluster; lower clusters.")
+            raise DataError(f"is more than the {len(learned)} cells to cluster; lower clusters.", clusters=most)
         others = np.setdiff1d(np.arange(len(cells), dtype=np.int64), train_rows)
         others = choose_chunks(len(cells), self.max_cells, cells.chunk_size, rows=others)
         rows = np.sort(np.concatenate([learned, others]))

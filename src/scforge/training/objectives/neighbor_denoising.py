@@ -173,8 +173,8 @@ class NeighborDenoising(TellsLabels, SeesViews):
         self._set_labels(labels_key, labels)
         if self.labels is not None and len(self.labels) < 2:
             raise OptionError(
-                f"labels_key={labels_key!r} has a single label ({self.labels[0]!r}); choose a column with at least "
-                "two, or omit labels_key."
+                f"has a single label ({self.labels[0]!r}); choose a column with at least two, or omit labels_key.",
+                labels_key=labels_key,
             )
         self.labels_weight = check_positive("labels_weight", labels_weight, or_zero=True)
         self.across = check_count("across", across, "neighbors", least=0)
@@ -227,8 +227,9 @@ class NeighborDenoising(TellsLabels, SeesViews):
             self._labels[is_held_out] = -1
             if len(np.unique(self._labels[self._labels >= 0])) < 2:
                 raise DataError(
-                    f"labels_key={self.labels_key!r}: the training cells have fewer than two of the labels that the "
-                    f"model knows ({listing(self.labels or [])}); label more cells, or omit labels_key for a new model."
+                    f": the training cells have fewer than two of the labels that the model knows "
+                    f"({listing(self.labels or [])}); label more cells, or omit labels_key for a new model.",
+                    labels_key=self.labels_key,
                 )
         if problem := self._look_up(cells, train_rows):
             warn(f"{problem}; {IN_THE_MEAN}")

@@ -141,8 +141,9 @@ class NextGenePrediction(Objective):
         self._codes += 1  # 0 is not a class
         if not self._codes.any():
             raise DataError(
-                f"condition_key={self.condition_key!r}: no cell has a class that is known to the model (known: "
-                f"{listing(self.conditions or [])}); rename the classes in the data."
+                f": no cell has a class that is known to the model (known: "
+                f"{listing(self.conditions or [])}); rename the classes in the data.",
+                condition_key=self.condition_key,
             )
         if unknown := int((self._codes == 0).sum()):
             logger.info(

@@ -73,6 +73,9 @@ def token_entropy(counts: np.ndarray) -> float:
     """
     counts = np.asarray(counts)
     if not counts.sum() > 0:
-        raise OptionError("counts is zero for all tokens; pass the occurrences of each token, e.g. from token_counts.")
+        raise OptionError(
+            "is zero for all tokens; pass the occurrences of each token, e.g. from token_counts.",
+            argument="counts",
+        )
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum())

@@ -113,8 +113,9 @@ class Variational(TellsLabels):
         self.thinning = check_thinning(thinning)
         if not self.reconstruction_weight and (self.labels_key is None or not self.classification_weight):
             raise OptionError(
-                "reconstruction_weight=0 without labels leaves no loss to train on; pass labels_key and a "
-                "classification_weight, or a positive reconstruction_weight."
+                "without labels leaves no loss to train on; pass labels_key and a "
+                "classification_weight, or a positive reconstruction_weight.",
+                reconstruction_weight=0,
             )
         self._labels: np.ndarray | None = None
 
@@ -238,8 +239,8 @@ def check_thinning(thinning: Sequence[float] | None) -> list[float] | None:
     shares = list(thinning) if isinstance(thinning, Sequence) else []
     if len(shares) != 2 or not 0 < shares[0] <= shares[1] <= 1:
         raise OptionError(
-            f"thinning={thinning!r} is not a valid range; pass two fractions (low, high) with 0 < low <= high <= 1, "
-            "e.g. (0.1, 1)."
+            "is not a valid range; pass two fractions (low, high) with 0 < low <= high <= 1, e.g. (0.1, 1).",
+            thinning=thinning,
         )
     return [float(share) for share in shares]
 

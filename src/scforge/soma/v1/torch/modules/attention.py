@@ -161,7 +161,10 @@ class MultiHeadAttention(nn.Module):
             If `inputs` has a different shape, or `mask` has a different shape or dtype.
         """
         if inputs.dim() != 3 or inputs.shape[-1] != self.num_features:
-            raise DataError(f"inputs has shape {tuple(inputs.shape)}; pass shape (batch, seq, {self.num_features}).")
+            raise DataError(
+                f"has shape {tuple(inputs.shape)}; pass shape (batch, seq, {self.num_features}).",
+                argument="inputs",
+            )
         if mask is not None:
             mask = self._with_causal(mask, inputs)
         heads = (self.num_heads, self.head_dim)
@@ -189,8 +192,9 @@ class MultiHeadAttention(nn.Module):
         fits = len(shape) == 4 and all(n in (1, m) for n, m in zip(shape, wanted, strict=True))
         if mask.dtype != torch.bool or not fits:
             raise DataError(
-                f"mask has dtype {mask.dtype} and shape {tuple(mask.shape)}; pass a bool tensor with a shape that "
-                f"broadcasts to {wanted}."
+                f"has dtype {mask.dtype} and shape {tuple(mask.shape)}; pass a bool tensor with a shape that "
+                f"broadcasts to {wanted}.",
+                argument="mask",
             )
         before = torch.ones((n_tokens, n_tokens), dtype=torch.bool, device=mask.device).tril()
         return (mask.view(shape) & before).expand(n_sequences, -1, -1, -1)
