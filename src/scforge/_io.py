@@ -118,26 +118,28 @@ def check_output(
         If it is an input file, a folder, a link or a device, if it exists and `overwrite` is False, or if it is not
         writable.
     """
-    prefix, file = f"{argument}={str(path)!r}", Path(path)
+    file = Path(path)
     if any(os.path.realpath(file) == os.path.realpath(one) for one in inputs):
-        raise OptionError(f"{prefix} is the input file; choose another name.")
+        raise OptionError("is the input file; choose another name.", argument=argument, value=str(path))
     check_local(argument, path)
     check_folder(argument, file.parent)
-    _check_replaceable(prefix, file, overwrite=overwrite)
+    _check_replaceable(argument, file, overwrite=overwrite)
     check_writable(argument, file)
     return file
 
 
-def _check_replaceable(prefix: str, file: Path, *, overwrite: bool) -> None:
+def _check_replaceable(argument: str, file: Path, *, overwrite: bool) -> None:
     if file.is_symlink():
-        raise OptionError(f"{prefix} is a link; pass the path of the file that it points to.")
+        raise OptionError("is a link; pass the path of the file that it points to.", argument=argument, value=str(file))
     if file.is_dir():
-        raise OptionError(f"{prefix} is a folder; pass the path of a file.")
+        raise OptionError("is a folder; pass the path of a file.", argument=argument, value=str(file))
     if file.exists() and not file.is_file():
-        raise OptionError(f"{prefix} is not a regular file; choose another name.")
+        raise OptionError("is not a regular file; choose another name.", argument=argument, value=str(file))
     if file.exists() and not overwrite:
         how = spelled("overwrite=True", "--overwrite")
-        raise OptionError(f"{prefix} exists; choose another name, or pass {how} to replace it.")
+        raise OptionError(
+            f"exists; choose another name, or pass {how} to replace it.", argument=argument, value=str(file)
+        )
 
 
 @contextlib.contextmanager
@@ -148,20 +150,19 @@ def atomic_path(path: str | os.PathLike[str], *, overwrite: bool, argument: str 
     of `path` in the errors of :func:`check_output`, which are also raised if a file has appeared there meanwhile.
     """
     path = Path(path)
-    prefix = f"{argument}={str(path)!r}"
     stem = path.stem[:60]  # names are limited to 255 bytes
     with _named(path, f"{path.parent / f'.{stem}'}."):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _check_replaceable(prefix, path, overwrite=overwrite)
+        _check_replaceable(argument, path, overwrite=overwrite)
         temporary, mode = _new_file(path.parent, stem, path.suffix)
         try:
             yield temporary
             temporary.chmod(mode)
-            _check_replaceable(prefix, path, overwrite=overwrite)
+            _check_replaceable(argument, path, overwrite=overwrite)
             try:
                 put_file(temporary, path, overwrite=overwrite)
             except FileExistsError:
-                _check_replaceable(prefix, path, overwrite=overwrite)
+                _check_replaceable(argument, path, overwrite=overwrite)
                 raise
         finally:
             temporary.unlink(missing_ok=True)
@@ -331,15 +332,15 @@ def atomic_folder(
     """
     check_local(argument, path)
     given, path = path, Path(os.path.realpath(path))
-    prefix = f"{argument}={str(given)!r}"
     if path.is_symlink():
-        raise OptionError(f"{prefix} is a link to itself; choose another path.")
+        raise OptionError("is a link to itself; choose another path.", argument=argument, value=str(given))
     check_folder(argument, path)
     done = False
     while not done:
         there = path.is_dir()
         if there and not overwrite and any(not _is_working(path, part.name) for part in path.iterdir()):
-            raise OptionError(f"{prefix} exists and is not empty; pass {spelled('overwrite=True', '--overwrite')}.")
+            problem = f"exists and is not empty; pass {spelled('overwrite=True', '--overwrite')}."
+            raise OptionError(problem, argument=argument, value=str(given))
         home, stem = (path, "") if there else (path.parent, f".{path.name}")
         with _named(given, f"{home}{os.sep}{stem}.", str(path / _SAVED)):
             home.mkdir(parents=True, exist_ok=True)
@@ -364,7 +365,7 @@ def atomic_folder(
                         for name in _names(new):
                             if _is_plain(path, name):
                                 (new / name).chmod(stat.S_IMODE((path / name).stat().st_mode))
-                        _put_in_place(new, path, prefix)
+                        _put_in_place(new, path, argument, str(given))
                     else:
                         new.rename(path)
                     _to_disk(path.parent)
@@ -525,10 +526,11 @@ def _is_plain(folder: Path, name: str) -> bool:
     return path.is_file() and not path.is_symlink() and (path.parent == folder or not path.parent.is_symlink())
 
 
-def _put_in_place(new: Path, path: Path, prefix: str) -> None:
+def _put_in_place(new: Path, path: Path, argument: str, given: str) -> None:
     """Replace the model in `path` by the files in the working folder `new`."""
     if os.path.lexists(path / _SAVED) and not _is_save(path / _SAVED):
-        raise OptionError(f"{prefix} contains {_SAVED!r}, which scforge did not write; choose another name.")
+        problem = f"contains {_SAVED!r}, which scforge did not write; choose another name."
+        raise OptionError(problem, argument=argument, value=given)
     _move_in(path)
     own = _own_names(path)
     others = {name for name in _names(new) if os.path.lexists(path / name) and name not in own}
@@ -540,9 +542,8 @@ def _put_in_place(new: Path, path: Path, prefix: str) -> None:
         (new / _CARD).unlink()
         others.remove(_CARD)
     if others:
-        raise OptionError(
-            f"{prefix} contains {listing(sorted(others))}, which is not part of an scforge model; choose another name."
-        )
+        problem = f"contains {listing(sorted(others))}, which is not part of an scforge model; choose another name."
+        raise OptionError(problem, argument=argument, value=given)
     _to_disk(new)
     new.rename(path / _SAVED)  # from here on the new model is the one that counts
     _to_disk(path)

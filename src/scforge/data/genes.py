@@ -423,7 +423,7 @@ def _named(stream: ChunkReader) -> Iterator[None]:
             warnings.simplefilter("always", ScforgeWarning)
             yield
     except DataError as error:
-        raise type(error)(f"{prefix}{error}") from error
+        raise error.located(prefix) from error.__cause__
     for warning in warned:
         warn(f"{prefix}{warning.message}", warning.category)
 

@@ -149,9 +149,9 @@ class EmbeddingFiles:
 
     def __init__(self, output: Path, *, overwrite: bool) -> None:
         check_ending(output, [".zarr", ".h5ad"])
-        self.is_zarr, self._prefix = output.suffix == ".zarr", f"output={str(output)!r}"
+        self.is_zarr, self._given = output.suffix == ".zarr", str(output)
         if output.is_symlink() and not self.is_zarr:
-            raise OptionError(f"{self._prefix} is a link; pass the path of the file that it points to.")
+            raise OptionError("is a link; pass the path of the file that it points to.", output=self._given)
         output = output.resolve() if output.is_symlink() else output  # a link to a folder stays
         self.output, self.overwrite = output, overwrite
         check_folder("output", output.parent)
@@ -173,16 +173,18 @@ class EmbeddingFiles:
             return None
         if output.is_dir() != self.is_zarr:
             what = "a file, but .zarr output is a folder" if self.is_zarr else "a folder, but .h5ad output is a file"
-            raise OptionError(f"{self._prefix} is {what}; choose another name.")
+            raise OptionError(f"is {what}; choose another name.", output=self._given)
         if self.is_zarr and not any(output.iterdir()):
             return None
         mark = _mark_of(output)
         if mark is None:
-            raise OptionError(f"{self._prefix} exists and is not an embedding written by scforge; choose another name.")
+            raise OptionError(
+                "exists and is not an embedding written by scforge; choose another name.", output=self._given
+            )
         if others := others_in_store(output) if self.is_zarr else []:
             raise OptionError(
-                f"{self._prefix} contains {listing(others)}, which scforge did not write; move it, or choose another "
-                "name."
+                f"contains {listing(others)}, which scforge did not write; move it, or choose another name.",
+                output=self._given,
             )
         return mark
 
@@ -208,8 +210,9 @@ class EmbeddingFiles:
                 return False
             if not self.overwrite and self.mark() not in (None, sha256_of_json(plan, sort_keys=True)):
                 raise OptionError(
-                    f"{self._prefix} exists and contains an embedding of other cells or from another model, or with "
-                    "other options; choose another name, or pass overwrite=True (--overwrite) to replace it."
+                    "exists and contains an embedding of other cells or from another model, or with "
+                    "other options; choose another name, or pass overwrite=True (--overwrite) to replace it.",
+                    output=self._given,
                 )
             begun = self._begun()
             if begun not in (None, plan):
@@ -274,7 +277,9 @@ class EmbeddingFiles:
             except OSError as error:
                 if self.overwrite or not self.output.exists():
                     raise
-                raise OptionError(f"{self._prefix} has appeared meanwhile; move it, or choose another name.") from error
+                raise OptionError(
+                    "has appeared meanwhile; move it, or choose another name.", output=self._given
+                ) from error
             self._remove()
 
     def is_complete(self, plan: dict[str, Any]) -> bool:
@@ -301,8 +306,9 @@ class EmbeddingFiles:
         has_links = any(part.is_symlink() for part in parts)
         if not is_folder or not is_plain or has_links or not all(map(own.fullmatch, names)):
             raise OptionError(
-                f"{self._prefix} would be computed in {str(self.folder)!r}, which is not an unfinished embedding by "
-                "scforge; move it, or choose another name."
+                f"would be computed in {str(self.folder)!r}, which is not an unfinished embedding by "
+                "scforge; move it, or choose another name.",
+                output=self._given,
             )
         try:
             plan = read_json(self.folder / _PLAN)
