@@ -24,6 +24,7 @@ from scforge.finetuning.splits import split_for
 from scforge.insilico.perturb import cells_in_state, rows_of_groups
 from scforge.models import Encoder
 from scforge.perturbation.keys import PerturbationKeys, parse_perturbations
+from scforge.testing import raises
 from scforge.training.objectives._conditioning import classes_found, numbers_of_cells
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -244,7 +245,7 @@ def test_codes():
 
 
 def test_classes_are_no_measurements():
-    with pytest.raises(DataError, match=r"labels_key='x' contains non-integer numbers \(first: 0.5\)"):
+    with raises(DataError, "labels_key"):
         labels_of(pd.Series([1.0, 0.5]), key="x")
     assert text(labels_of(pd.Series([1.0, np.nan]), key="x")) == ["1", None]
     assert text(labels_of(pd.Series([1.0, 0.5]).astype("category"), key="x")) == ["1", "0.5"]
@@ -254,7 +255,7 @@ def test_negative_integers_are_groups_and_not_missing():
     groups = pd.Series([-1, -1, 2, 2, 3, 3])
     train, validation = split_cells(6, 0.4, seed=0, groups=groups)
     assert len(train) + len(validation) == 6
-    with pytest.raises(DataError, match="is missing for 2 of 6 cells"):  # codes of a categorical
+    with raises(DataError, "groups"):  # codes of a categorical
         split_cells(6, 0.4, seed=0, groups=groups.to_numpy())
 
 

@@ -1,3 +1,4 @@
+import pickle
 import sysconfig
 import warnings
 from pathlib import Path
@@ -70,3 +71,18 @@ def test_credentials_are_not_shown(text: str, expected: str) -> None:
     assert str(errors.HubError(text)) == str(errors.ScforgeWarning(text)) == expected
     cause = OSError(text)
     assert safe_cause(cause) is (cause if text == expected else None)
+
+
+def test_an_error_carries_its_argument_and_value() -> None:
+    """Whatever the message says after them."""
+    short = errors.OptionError("is too large; pass at most 10.", n_layers=12)
+    assert str(short) == "n_layers=12 is too large; pass at most 10."
+    assert (short.argument, short.value) == ("n_layers", 12)
+    dotted = errors.ConfigError(", but there are no cells.", argument="data.paths", value=None)
+    assert (str(dotted), dotted.value) == ("data.paths=None, but there are no cells.", None)
+    assert str(errors.DataError("is empty.", argument="adata")) == "adata is empty."
+    assert str(errors.DataError("is not a column.", value="batch")) == "'batch' is not a column."
+    assert str(short.located("line 3: ")) == "line 3: n_layers=12 is too large; pass at most 10."
+    copy = pickle.loads(pickle.dumps(short))
+    assert (str(copy), copy.argument, copy.problem) == (str(short), "n_layers", short.problem)
+    assert "secret" not in str(errors.OptionError("is a URL.", path="https://me:secret@host/a"))

@@ -32,6 +32,8 @@ __all__ = [
     "TrainingError",
 ]
 
+_NOT_GIVEN = object()
+
 _CALLERS = {
     ("stdlib",): ("concurrent", "contextlib.", "copy.", "functools.", "threading."),
     ("purelib", "platlib", "user"): ("lightning", "lightning_fabric", "pytorch_lightning", "torch"),
@@ -78,9 +80,6 @@ def _not_the_user() -> tuple[str, ...]:
 
 
 _NOT_THE_USER = _not_the_user()
-
-
-_NOT_GIVEN = object()
 
 
 class ScforgeError(Exception):

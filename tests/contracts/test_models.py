@@ -8,7 +8,7 @@ from scforge.config.schema import ModelConfig
 from scforge.models import CellModule, count_parameters, get_model, list_models
 from scforge.models.components.gene_vectors import fill_gene_vectors
 from scforge.models.registry import MODELS, check_model_options, option_names
-from scforge.testing import check_model
+from scforge.testing import check_model, raises
 
 VOCAB, DIM, LEARNED = 60, 7, 10
 SMALL = {"hidden_dim": 16, "num_layers": 2, "dropout": 0.1}
@@ -254,5 +254,5 @@ def test_made_of_a_configuration(name, options):
     assert model.num_parameters(trainable_only=False) == sum(p.numel() for p in direct.parameters())
     with pytest.raises(ValueError, match="vocab_size must be set"):
         get_model(name, ModelConfig(architecture=name, **options))
-    with pytest.raises(ValueError, match="hidden_dimm"):
+    with raises(ValueError, "hidden_dimm"):
         get_model(name, ModelConfig(architecture=name, vocab_size=VOCAB, **options, hidden_dimm=3))

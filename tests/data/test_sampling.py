@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from scforge.data import CellOrder
 from scforge.data.sampling import CellWeights, cut_by_tokens
 from scforge.errors import OptionError
+from scforge.testing import raises
 
 LENGTHS = np.random.default_rng(0).integers(10, 500, 1000)
 
@@ -221,32 +222,32 @@ STATE_OPTIONS = {"rows": np.arange(0, 200, 2), "batch_size": 10, "lengths": LENG
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "argument"),
     [
-        ({"rows": np.arange(100)}, "rows_hash"),
-        ({"rows": np.arange(99), "lengths": LENGTHS[:99]}, "n_cells is 100, expected 99"),
-        ({"lengths": LENGTHS[100:200]}, "lengths_hash"),
-        ({"seed": 1}, "seed is 0, expected 1"),
-        ({"max_tokens_per_batch": 1000}, "max_tokens_per_batch is None, expected 1000"),
-        ({"world_size": 2}, "world_size is 1, expected 2"),
-        ({"shuffle": False}, "shuffle is True, expected False"),
+        ({"rows": np.arange(100)}, "state"),
+        ({"rows": np.arange(99), "lengths": LENGTHS[:99]}, "state"),
+        ({"lengths": LENGTHS[100:200]}, "state"),
+        ({"seed": 1}, "state"),
+        ({"max_tokens_per_batch": 1000}, "state"),
+        ({"world_size": 2}, "state"),
+        ({"shuffle": False}, "state"),
     ],
 )
-def test_a_state_of_another_order(changed, message):
+def test_a_state_of_another_order(changed, argument):
     state = CellOrder(**STATE_OPTIONS).state_dict()
-    with pytest.raises(OptionError, match=message):
+    with raises(OptionError, argument):
         CellOrder(**{**STATE_OPTIONS, **changed}).load_state_dict(state)
 
 
 def test_states_that_cannot_be_loaded():
     order = CellOrder(**STATE_OPTIONS)
     state = order.state_dict()
-    with pytest.raises(OptionError, match="seed is None, expected 0"):
+    with raises(OptionError, "state"):
         order.load_state_dict({key: value for key, value in state.items() if key != "seed"})
-    with pytest.raises(OptionError, match="no position"):
+    with raises(OptionError, "state"):
         order.load_state_dict({key: value for key, value in state.items() if key != "position"})
     for position in (-1, 11):
-        with pytest.raises(OptionError, match=f"position {position}, but an epoch has 10 batches"):
+        with raises(OptionError, "state"):
             order.load_state_dict({**state, "position": position})
     assert CellOrder(**{**STATE_OPTIONS, "lengths": LENGTHS[:100].astype(np.int16)}).state_dict() == state
 
@@ -255,22 +256,22 @@ PACKED = {"batch_size": None, "max_tokens_per_batch": 10}
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "argument"),
     [
-        ({"rows": []}, "rows is empty"),
-        ({"rows": [2, 1]}, r"not in ascending order.*numpy.unique\(rows\)"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"batch_size": None}, "batch_size=None is not a whole number of cells"),
-        ({"world_size": 4}, "rows has 3 cells, which are too few for world_size=4"),
+        ({"rows": []}, "rows"),
+        ({"rows": [2, 1]}, "rows"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"batch_size": None}, "batch_size"),
+        ({"world_size": 4}, "rows"),
         (
             {"world_size": 2, "batch_size": 1},
-            "batch_size=1 cannot be divided among world_size=2 ranks; raise batch_size",
+            "batch_size",
         ),
-        ({"max_tokens_per_batch": 9}, "max_tokens_per_batch=9 requires lengths"),
-        ({"max_tokens_per_batch": 9, "lengths": [1, 2, 10]}, "max_tokens_per_batch=9 .* with 10 tokens; pass at"),
-        ({**PACKED, "lengths": [9, 9, 9], "world_size": 2}, "=10 requires 2 batches, one per cell; increase max_t"),
+        ({"max_tokens_per_batch": 9}, "max_tokens_per_batch"),
+        ({"max_tokens_per_batch": 9, "lengths": [1, 2, 10]}, "max_tokens_per_batch"),
+        ({**PACKED, "lengths": [9, 9, 9], "world_size": 2}, "max_tokens_per_batch"),
     ],
 )
-def test_arguments(options, message):
-    with pytest.raises(OptionError, match=message):
+def test_arguments(options, argument):
+    with raises(OptionError, argument):
         len(CellOrder(**{"rows": [0, 1, 2], "batch_size": 2, **options}))

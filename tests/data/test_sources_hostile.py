@@ -26,6 +26,7 @@ from scforge.config.load import dump_config
 from scforge.data import convert, open_cells, read_h5ad
 from scforge.data.remote import CHECKSUM, metadata_checksum
 from scforge.errors import ConfigError, DataError, MissingFileError, OptionError, redacted
+from scforge.testing import raises
 
 PICKLE = {"id": "pickle", "protocol": 5}
 
@@ -265,7 +266,7 @@ def test_attributes_that_no_library_wrote(tiny_adata, tmp_path):
     with h5py.File(path, "r+") as file:
         file["obs"].attrs["column-order"] = ["batch", "batch"]
     for call in (open_cells, lambda place: convert(place, tmp_path / "s.zarr", progress=False)):
-        with pytest.raises(DataError, match=r"contains the column 'batch' more than once; rename the duplicates"):
+        with raises(DataError, "obs"):
             call(path)
     with h5py.File(path, "r+") as file:
         file["obs"].attrs["encoding-type"] = "a" * 10_000

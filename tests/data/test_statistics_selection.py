@@ -6,6 +6,7 @@ from scipy import sparse
 
 from scforge.data import GeneVocab, select_genes
 from scforge.errors import DataError, OptionError, ScforgeWarning
+from scforge.testing import raises
 
 
 @pytest.mark.slow
@@ -72,13 +73,13 @@ def test_genes_to_keep(hormones):
     assert list(genes) == sorted(genes, key=list(hormones.var_names).index)
     assert "gene299" in select_genes(hormones, keep_genes=["gene299"]).genes
     assert set(select_genes(hormones, n_top_genes=1, keep_genes=["INS", "GCG"]).genes) == {"INS", "GCG"}
-    with pytest.raises(OptionError, match="keep_genes contains 'GCGG', but only genes of adata can be kept; did you"):
+    with raises(OptionError, "keep_genes"):
         select_genes(hormones, keep_genes=["GCGG"])
-    with pytest.raises(OptionError, match="n_top_genes=0"):
+    with raises(OptionError, "n_top_genes"):
         select_genes(hormones, n_top_genes=0)
     with pytest.raises(DataError, match="no gene is detected in at least 401 of 400 cells"):
         select_genes(hormones, min_cells=401)
-    with pytest.raises(OptionError, match="keep_genes contains 'INS', but only genes of both adata and 'from_data'"):
+    with raises(OptionError, "keep_genes"):
         select_genes(hormones, within=GeneVocab.from_genes(["GCG", "gene7"]), keep_genes=["INS"])
 
 

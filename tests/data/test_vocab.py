@@ -14,6 +14,7 @@ from scforge.data import GeneVocab
 from scforge.data.genes import GeneMap
 from scforge.data.vocab import id_kind, strip_version
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError
+from scforge.testing import raises
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_changed_file_is_refused(vocab, tmp_path, key, values):
     content = json.loads(path.read_text())
     for value in values:
         path.write_text(json.dumps(content | {key: value}))
-        with pytest.raises(ModelFileError, match=r"vocab\.json.*[^.]\.$"):
+        with pytest.raises(ModelFileError):
             GeneVocab.from_file(path)
 
 
@@ -87,7 +88,7 @@ def test_files_of_another_layout(vocab, tmp_path):
         with pytest.raises(ModelFileError, match="not an scforge vocabulary") as told:
             GeneVocab.from_file(path)
         assert str(told.value).count("vocab.json") == 1
-    with pytest.raises(MissingFileError, match="does not exist"):
+    with pytest.raises(MissingFileError):
         GeneVocab.from_file(tmp_path / "none.json")
 
 
@@ -147,29 +148,27 @@ def test_intersection_and_subset(vocab):
     whole = GeneVocab.named("human_mouse")
     assert (whole & GeneVocab.from_genes(["CD3D"])).chosen_from_data
     assert not (whole & GeneVocab.named("human_protein_coding")).chosen_from_data
-    with pytest.raises(
-        DataError, match="other shares no gene with this vocabulary. It contains gene symbols such as 'B2'"
-    ):
+    with raises(DataError, "other"):
         vocab.intersection(GeneVocab.from_genes(["B2"]))
     with pytest.raises(TypeError, match="unsupported operand"):
         vocab & ["A1"]
 
 
 @pytest.mark.parametrize(
-    ("method", "argument", "message"),
+    ("method", "argument", "about"),
     [
-        ("decode", [4, -1], "ids contains -1, which is not a token id; use ids from 0 to 6"),
-        ("from_genes", "ABC", "^genes='ABC' is not a list of names; pass a list"),
-        ("encode", None, "^names=None is not a list of names; pass a list"),
-        ("gene_indices", 3, "^names=3 is not a list of names; pass a list"),
-        ("from_adata", "cells.h5ad", "adata is of type 'str'; read it with anndata.read_h5ad"),
+        ("decode", [4, -1], "ids"),
+        ("from_genes", "ABC", "genes"),
+        ("encode", None, "names"),
+        ("gene_indices", 3, "names"),
+        ("from_adata", "cells.h5ad", "adata"),
     ],
 )
-def test_arguments_that_do_not_fit(vocab, method, argument, message):
-    with pytest.raises(OptionError, match=message):
+def test_arguments_that_do_not_fit(vocab, method, argument, about):
+    with raises(OptionError, about):
         getattr(vocab, method)(argument)
     for indices in ([9], [True, False], [0.5]):
-        with pytest.raises(OptionError, match="indices"):
+        with raises(OptionError, "indices"):
             vocab.subset(indices)
 
 

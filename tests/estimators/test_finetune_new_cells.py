@@ -104,7 +104,7 @@ def test_saved_models_map_as_before(base: Encoder, annotator: Encoder, query: ad
     weights = read_weights(tmp_path / "whole" / "model.safetensors")
     labeled = {name: weights[f"scforge.labeled.{name}"] for name in ("embeddings", "classes", "temperature", "in_base")}
     for wrong in ({"embeddings": labeled["embeddings"] * torch.nan}, {"classes": labeled["classes"] + 1}):
-        with pytest.raises(ModelFileError, match="the labeled cells in 'here' are invalid; save the model again"):
+        with pytest.raises(ModelFileError):
             LabeledCells.of_tensors({**labeled, **wrong}, n_classes=2, source="here")
 
 

@@ -11,6 +11,7 @@ from scforge.data import open_cells
 from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, ScforgeWarning
 from scforge.estimators import Encoder
 from scforge.insilico.perturb import cells_in_state
+from scforge.testing import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:Genes are compared with", "ignore:The fdr of a single significant gene")
 
@@ -176,7 +177,7 @@ def test_cells_and_models_that_cannot_be_asked(planted_model: Encoder):
         planted_model.perturb_in_silico(planted[planted.obs["kind"] == "a"].copy(), "gene0", goal={"kind": "a"})
     silent = planted.copy()
     silent.X = sparse.csr_matrix(silent.X.toarray() * (np.arange(N_GENES) != 5)).astype(np.float32)
-    with pytest.raises(DataError, match="no cell expresses 'gene5'"):
+    with raises(DataError, "mode"):
         planted_model.perturb_in_silico(silent, ["gene5"], mode="activate")
     for method in (planted_model.impute, planted_model.denoise):
         with pytest.raises(OptionError, match="JointEmbedding does not predict the expression.*masked_autoencoder"):
@@ -288,5 +289,5 @@ def test_values_are_found_as_they_are_or_as_text(values, wanted, expected):
     cells = open_cells(ad.AnnData(sparse.csr_matrix(np.ones((3, 2), dtype=np.float32)), obs=obs))
     assert cells_in_state(cells, "goal", {"stage": wanted}).tolist() == expected
     for missing in ("c", np.nan):
-        with pytest.raises(DataError, match="goal: no cell has"):
+        with raises(DataError, "goal"):
             cells_in_state(cells, "goal", {"stage": missing})

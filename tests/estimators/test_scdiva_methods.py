@@ -9,6 +9,7 @@ import torch
 
 from scforge.errors import NotTrainedWarning, OptionError, ScforgeWarning
 from scforge.estimators import Encoder, ScDiVa
+from scforge.testing import raises
 
 SMALL = {"n_top_genes": 0, "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "latent_dim": 4, "max_tokens": 8}
 QUICK = {"progress_bar": False, "accelerator": "cpu"}
@@ -71,7 +72,7 @@ def test_attention_is_of_cells_where_genes_had_room(cells: ad.AnnData) -> None:
         if {one, other} <= set(here)
     ]
     np.testing.assert_allclose(graph[one, other], np.mean(together), rtol=1e-5)
-    with pytest.raises(OptionError, match="requires mode='tokens', because mode='vector' has no attention"):
+    with raises(OptionError, "output_attentions"):
         made(cells, "vector").get_attention()
 
 
@@ -193,9 +194,7 @@ def test_models_that_cannot(cells: ad.AnnData, model: ScDiVa) -> None:
             call(**given)
     with pytest.warns(NotTrainedWarning, match="the embedding is random"):
         untrained.get_latent_representation(key_added=None)
-    with pytest.raises(
-        OptionError, match="supervised=True, but the objective 'masked_diffusion' does not learn labels"
-    ):
+    with raises(OptionError, "supervised"):
         made(cells, objective="masked_diffusion", supervised=True)
 
 
@@ -203,5 +202,5 @@ def test_a_batch_of_a_query_has_no_effect_for_a_model_with_batches(tiny_adata):
     ScDiVa.setup_anndata(tiny_adata, batch_key="batch")
     model = ScDiVa(tiny_adata, hidden_dim=8, num_layers=1, num_heads=2, latent_dim=4)
     model.is_trained_ = True
-    with pytest.raises(OptionError, match="'variational' that learns nothing about the batches of a query; omit"):
+    with raises(OptionError, "batch_key"):
         ScDiVa.load_query_data(tiny_adata, model, batch_key="batch")

@@ -19,6 +19,7 @@ from scforge._io import sha256_of_json
 from scforge.config import load_config, recipe_path
 from scforge.errors import MissingFileError, OptionError, ScforgeWarning, TrainingError
 from scforge.estimators import Encoder
+from scforge.testing import raises
 from scforge.training.monitoring import make_loggers
 from scforge.workflows.places import check_run
 
@@ -232,7 +233,7 @@ def test_other_labels_are_refused(cells, tmp_path):
     other = cells.copy()
     swapped = {"a": "b", "b": "a"}
     other.obs["group"] = [swapped.get(label, label) if i < 9 else label for i, label in enumerate(other.obs["group"])]
-    with pytest.raises(OptionError, match=r"resume: the settings differ .*; and in the data: .*obs\['group'\]"):
+    with raises(OptionError, "resume"):
         annotator(other, resume="auto")
     annotator(cells, resume="auto")
 
@@ -284,7 +285,7 @@ def test_a_state_by_name(cells, broken, whole, tmp_path):
 
 def test_a_folder_with_another_training_is_not_touched(cells, broken):
     before = sorted(broken.rglob("*"))
-    with pytest.raises(OptionError, match=r"already contains a training run .* resume='auto' .* overwrite=True"):
+    with raises(OptionError, "checkpoint_dir"):
         train(make(cells), broken)
     with pytest.raises(OptionError, match="bf17"):
         train(make(cells), broken, overwrite=True, precision="bf17")
@@ -375,7 +376,7 @@ def test_two_trainings_in_one_folder(cells, tmp_path):
         def on_train_start(self, *args) -> None:
             train(make(cells), tmp_path)
 
-    with pytest.raises(OptionError, match="is in use by another training run"):
+    with raises(OptionError, "checkpoint_dir"):
         make(cells).train(1, **PLAIN, checkpoint_dir=tmp_path, callbacks=[Starts()])
 
 
@@ -422,7 +423,7 @@ def test_killed_before_the_first_state(cells, tmp_path):
     assert [path.name for path in tmp_path.glob("*=*")] == ["epoch=00"]
     config = load_config(recipe_path("light"), [f"output.checkpoint_dir={tmp_path}"])
     check_run(config, resume="auto", overwrite=False)
-    with pytest.raises(OptionError, match="already contains a training run"):
+    with raises(OptionError, "checkpoint_dir"):
         check_run(config, resume=None, overwrite=False)
     model = make(cells)
     model.train(2, **PLAIN, checkpoint_dir=tmp_path, resume="auto")

@@ -8,6 +8,7 @@ import scforge.eval.baselines as room
 from scforge.errors import DataError, OptionError
 from scforge.eval import embedding_baselines, pca_embedding
 from scforge.eval.baselines import check_baselines
+from scforge.testing import raises
 
 
 def gap(embedding: np.ndarray, adata: ad.AnnData, key: str) -> float:
@@ -131,7 +132,7 @@ def test_components_are_no_more_than_the_genes_that_are_left(shifted) -> None:
     few.X[:, :6] += 1
     found = embedding_baselines(few, ["pca", "harmony", "random"], batch_key="batch")
     assert {embedding.shape for embedding in found.values()} == {(60, 5)}
-    with pytest.raises(OptionError, match="n_comps=10 is too large for 6 variable genes"):
+    with raises(OptionError, "n_comps"):
         embedding_baselines(few, [10])
 
 
@@ -145,36 +146,34 @@ def test_labels_are_not_looked_at_and_the_data_are_not_changed(shifted) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "options", "message"),
+    ("names", "options", "argument"),
     [
         (
             ["harmoni"],
             {},
-            r"baselines='harmoni' is not in the baselines; did you mean 'harmony'\? \(.*or pass a number",
+            "baselines",
         ),
-        ("pca", {}, r"baselines='pca' is not a list of baselines; pass baselines=\['pca'\]"),
-        (["harmony"], {}, "contains 'harmony', which needs batch_key; pass batch_key"),
-        ([60], {}, r"n_comps=60 must be positive and below both dimensions of adata, \(60, 80\)"),
-        ([0], {}, "baselines=0 is not a positive number of principal components"),
-        (["pca"], {"n_comps": 0}, "n_comps=0 is not a positive number of components"),
+        ("pca", {}, "baselines"),
+        (["harmony"], {}, "baselines"),
+        ([60], {}, "n_comps"),
+        ([0], {}, "baselines"),
+        (["pca"], {"n_comps": 0}, "n_comps"),
     ],
 )
-def test_bad_options(tiny_adata, names, options, message) -> None:
-    with pytest.raises(OptionError, match=message):
+def test_bad_options(tiny_adata, names, options, argument) -> None:
+    with raises(OptionError, argument):
         embedding_baselines(tiny_adata, names, **options)
 
 
 def test_bad_data(tiny_adata) -> None:
-    with pytest.raises(DataError, match="batch_key='bach' is not a column of obs; did you mean 'batch'"):
+    with raises(DataError, "batch_key"):
         check_baselines(tiny_adata, ["scvi"], batch_key="bach")
     tiny_adata.obs["batch"] = tiny_adata.obs["batch"].astype(str)
-    with pytest.raises(DataError, match=r"obs\['batch'\] contains only one batch"):
+    with raises(DataError, "obs"):
         check_baselines(tiny_adata[:20], ["harmony"], batch_key="batch")
     check_baselines(tiny_adata[:20], ["scvi"], batch_key="batch")
     tiny_adata.obs.iloc[3, 1] = None
-    with pytest.raises(
-        DataError, match=r"obs\['batch'\] has missing values; assign a batch to each cell to use 'scvi'"
-    ):
+    with raises(DataError, "obs"):
         check_baselines(tiny_adata, ["scvi"], batch_key="batch")
     with pytest.raises(DataError, match="2 cells with 80 genes are too few"):
         check_baselines(tiny_adata[:2], ["pca"])

@@ -8,6 +8,7 @@ from scforge.data.expression import log_normalized
 from scforge.errors import DataError, ScforgeWarning
 from scforge.eval.generation import SAME_CELL, check_copies, check_disjoint, check_features, copied_rows
 from scforge.perturbation.keys import PerturbationKeys
+from scforge.testing import raises
 
 KEYS = PerturbationKeys("target", control="control")
 
@@ -85,7 +86,7 @@ def test_features_made_of_the_held_out_cells_are_found(six, where: str, how: str
         "delta": means.drop(index="control") - means.loc["control"],
         "standardized": (means - means.mean()) / means.std(),
     }[how]
-    with pytest.raises(DataError, match="gene_features contains the mean of .* held-out cells of 'g0'"):
+    with raises(DataError, "gene_features"):
         check_features(features, six, KEYS)
 
 
@@ -98,5 +99,5 @@ def test_features_of_the_logs_or_of_single_genes_are_found_and_others_pass(six, 
     for features in (honest, honest.rename({"g5": "other"}), means_of(other.X, other).drop("control")):
         check_features(features, six, KEYS)
     for features in (logs, logs.iloc[:, [7, 3, 20]] * 2 - 1, honest.assign(leak=-logs[5])):
-        with pytest.raises(DataError, match="the mean of the log1p CP10K values of X over the held-out cells"):
+        with raises(DataError, "gene_features"):
             check_features(features, six, KEYS)

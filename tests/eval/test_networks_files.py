@@ -7,6 +7,7 @@ import pytest
 
 from scforge.errors import DataError, MissingFileError, OptionError
 from scforge.eval.networks import read_network
+from scforge.testing import raises
 
 TRRUST = "AATF\tBAX\tRepression\t1\nMYC\tTERT\tActivation\t3\nMYC\tTERT\tRepression\t4\nSP1\tA\tUnknown\t5\n"
 ENCODE = (
@@ -89,29 +90,29 @@ def test_several_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "options", "message"),
+    ("text", "options", "argument"),
     [
-        ("a\tb\nx\ty\n", {}, r"the column source or tf or .* is missing .*\(columns: 'a', 'b'\); set source"),
-        ("", {}, "cannot be read as a network"),
-        ("source,target\nA,\n", {}, "has 1 edges without a source or target; remove"),
-        ("source,target,weight\nA,x,much\n", {}, "Unable to parse string"),
-        ("source,target\nA,x\n", {"source": "src", "target": "target"}, "the column src is missing"),
-        (ENCODE.replace("A2M\tna\t2\tATF2", "A1BG\tna\t1\tJUN"), {}, "there are more factors than targets"),
+        ("a\tb\nx\ty\n", {}, "path"),
+        ("", {}, "path"),
+        ("source,target\nA,\n", {}, "path"),
+        ("source,target,weight\nA,x,much\n", {}, "path"),
+        ("source,target\nA,x\n", {"source": "src", "target": "target"}, "path"),
+        (ENCODE.replace("A2M\tna\t2\tATF2", "A1BG\tna\t1\tJUN"), {}, "path"),
     ],
 )
-def test_files_that_cannot_be_used(text: str, options: dict, message: str, tmp_path: Path) -> None:
+def test_files_that_cannot_be_used(text: str, options: dict, argument: str, tmp_path: Path) -> None:
     (tmp_path / "net.csv").write_text(text)
-    with pytest.raises(DataError, match=message):
+    with raises(DataError, argument):
         read_network(tmp_path / "net.csv", **options)
 
 
 @pytest.mark.parametrize(
-    ("path", "options", "error", "message"),
+    ("path", "options", "error", "argument"),
     [
-        ("none.tsv", {}, MissingFileError, r"none\.tsv' is not a file"),
-        ("x", {"source": "tf"}, OptionError, "pass both, or neither"),
+        ("none.tsv", {}, MissingFileError, "path"),
+        ("x", {"source": "tf"}, OptionError, "source"),
     ],
 )
-def test_arguments_that_cannot_be_used(path, options: dict, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_arguments_that_cannot_be_used(path, options: dict, error: type[Exception], argument: str) -> None:
+    with raises(error, argument):
         read_network(path, **options)

@@ -11,6 +11,7 @@ from scforge.errors import DataError, OptionError
 from scforge.eval import PerturbationPrediction
 from scforge.eval.report import interval
 from scforge.perturbation.metrics import TECHNICAL_DUPLICATE, energy_distance, score_deltas, technical_duplicate
+from scforge.testing import raises
 
 LABELS = ("g0", "g1", "g2", "g3")
 
@@ -165,7 +166,7 @@ def test_contexts(perturbed) -> None:
     np.testing.assert_allclose(benchmark.table(deltas, real)["mse"], table["mse"])
     with pytest.raises(DataError, match="predictions has 1 levels; pass an index of perturbation and context"):
         benchmark.table(deltas.droplevel("context"), real)
-    with pytest.raises(DataError, match="is missing 1 of 3 measured effects .'g0 in y'"):
+    with raises(DataError, "predictions"):
         benchmark.table(deltas.drop(("g0", "y")), real)
 
 
@@ -183,7 +184,7 @@ def test_the_highest_genes_alone(real) -> None:
     genes = prediction(n_top_genes=10).deltas(made_of(prediction(), real), real)[0].columns
     means = pd.Series(np.asarray(real[real.obs["target"] == "control"].X.mean(axis=0)).ravel(), real.var_names)
     assert set(genes) == set(means.nlargest(10).index)
-    with pytest.raises(OptionError, match="n_top_genes=1"):
+    with raises(OptionError, "n_top_genes"):
         prediction(n_top_genes=1)
 
 
@@ -197,9 +198,9 @@ def test_mistakes_are_told(real, train) -> None:
     ]:
         with pytest.raises(DataError, match=message):
             prediction().run(wrong, real)
-    with pytest.raises(DataError, match="perturbation_key='targets' is not a column of obs; did you mean 'target'"):
+    with raises(DataError, "perturbation_key"):
         PerturbationPrediction("targets", "control").check(real)
-    with pytest.raises(DataError, match="contains only controls"):
+    with raises(DataError, "real"):
         prediction().check(real[real.obs["target"] == "control"].copy())
-    with pytest.raises(DataError, match="train lacks 5 of 60 genes"):
+    with raises(DataError, "train"):
         prediction().trained_on(train[:, 5:].copy()).check(real)

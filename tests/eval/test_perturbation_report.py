@@ -9,6 +9,7 @@ from scforge.eval import evaluate_perturbations
 from scforge.perturbation.baselines import baseline_effects, perturbation_baselines
 from scforge.perturbation.effects import KnownEffects, PerturbedCells, WantedEffects
 from scforge.perturbation.keys import Effect, PerturbationKeys
+from scforge.testing import raises
 
 KEYS = {"perturbation_key": "target", "control": "control"}
 HELD_OUT = ("g0+g1", "g2+g3", "g1+g2")
@@ -107,7 +108,7 @@ def test_contexts_have_their_own_mean_and_the_mean_of_all(perturbed) -> None:
     real, made = (perturbed(("g2",), contexts=contexts, prefix=f"new{seed}", seed=seed) for seed in (1, 2))
     table = quick(real, made, train=train, context_key="type").to_table()
     assert {"prediction", "train_mean", "overall_mean"} <= {*table.index}
-    with pytest.raises(DataError, match="train has no control cells in the contexts 'y'"):
+    with raises(DataError, "train"):
         quick(real, made, train=train[train.obs["type"] == "x"].copy(), context_key="type")
     deltas = np.arange(8.0).reshape(4, 2)
     known = KnownEffects(

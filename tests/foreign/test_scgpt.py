@@ -19,6 +19,7 @@ from torch import nn
 from scforge.cli import main
 from scforge.errors import DataError, MissingFileError, ModelFileError
 from scforge.estimators import Encoder
+from scforge.testing import raises
 
 ARGS = {
     **{"embsize": 16, "nlayers": 2, "nheads": 2, "d_hid": 24, "dropout": 0.2, "n_bins": 51, "max_seq_len": 60},
@@ -172,7 +173,7 @@ def test_what_is_given_counts_more_than_what_lies_there(write, tokens, tmp_path:
     folder = tmp_path / "scgpt"
     for name in ("vocab", "args"):
         (folder / f"{name}.json").rename(tmp_path / f"{name}.json")
-    with pytest.raises(MissingFileError, match="args='.*args.json' does not exist; pass the published args.json"):
+    with raises(MissingFileError, "args"):
         Encoder.from_checkpoint(folder, family="scgpt")
     given = {"vocab": tokens, "args": tmp_path / "args.json"}
     one = Encoder.from_checkpoint(folder / "best_model.pt", family="scgpt", **given)

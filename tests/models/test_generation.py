@@ -6,6 +6,7 @@ from scforge.errors import OptionError
 from scforge.models import AutoregressiveTransformer, ScDiVaModel, TransformerEncoder
 from scforge.models.components.attention import KeyValueCache
 from scforge.models.protocol import GeneratingModule
+from scforge.testing import raises
 
 V, BINS, EOS, SPECIAL = 25, 6, 4, 5
 ENDS = {"eos_id": EOS, "n_special": SPECIAL}
@@ -149,35 +150,35 @@ def test_what_generates_and_with_which_first_token():
     assert isinstance(ScDiVaModel.from_config(config), GeneratingModule)
     assert isinstance(make(), GeneratingModule)
     assert not isinstance(TransformerEncoder.from_config(config), GeneratingModule)
-    with pytest.raises(OptionError, match="first_id=None requires a prompt"):
+    with raises(OptionError, "first_id"):
         make().generate(2, first_id=None, **ENDS)
     prompt = {"input_ids": torch.tensor([9])}
-    with pytest.raises(OptionError, match="prompt has no bin for the first token"):
+    with raises(OptionError, "prompt"):
         make().generate(2, prompt, first_id=None, **ENDS)
     cells = make().generate(2, prompt | {"values": torch.tensor([2.0])}, first_id=None, **ENDS)
     assert cells.input_ids[:, 0].tolist() == [9, 9]
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "argument"),
     [
-        ({"n_cells": 0}, "n_cells=0"),
-        ({"top_k": 0}, "top_k=0"),
-        ({"condition": 1}, r"condition=1 must be between 0 \(no condition\) and n_conditions=0"),
-        ({"condition": torch.tensor([0, 0])}, "one integer for each of the 3 cells"),
-        ({"max_len": 65}, "max_len=65 is more than .* max_seq_len=64"),
-        ({"max_len": 23, "eos_id": EOS}, "max_len=23 is more than the 22 tokens that a cell"),
-        ({"max_len": 2, "prompt": {"input_ids": torch.tensor([9, 8])}}, "prompt has 3 tokens, .* but max_len=2"),
-        ({"prompt": {"input_ids": torch.tensor([9, 2])}}, "prompt contains the token 2, which is not a gene"),
-        ({"prompt": {"input_ids": torch.tensor([9, 9])}}, "prompt contains gene 9 more than once in cell 0"),
+        ({"n_cells": 0}, "n_cells"),
+        ({"top_k": 0}, "top_k"),
+        ({"condition": 1}, "condition"),
+        ({"condition": torch.tensor([0, 0])}, "condition"),
+        ({"max_len": 65}, "max_len"),
+        ({"max_len": 23, "eos_id": EOS}, "max_len"),
+        ({"max_len": 2, "prompt": {"input_ids": torch.tensor([9, 8])}}, "prompt"),
+        ({"prompt": {"input_ids": torch.tensor([9, 2])}}, "prompt"),
+        ({"prompt": {"input_ids": torch.tensor([9, 9])}}, "prompt"),
         (
             {"prompt": {"input_ids": torch.tensor([9]), "values": torch.tensor([0.5])}},
-            "the value 0.5, which is not a bin",
+            "prompt",
         ),
-        ({"prompt": {"input_ids": torch.tensor([[9]])}}, r"input_ids of shape \(1, 1\); pass shape \(P,\) or \(3, P\)"),
-        ({"prompt": torch.tensor([9])}, "prompt is not a mapping with the key 'input_ids'"),
+        ({"prompt": {"input_ids": torch.tensor([[9]])}}, "prompt"),
+        ({"prompt": torch.tensor([9])}, "prompt"),
     ],
 )
-def test_bad_arguments(options: dict, message: str):
-    with pytest.raises(OptionError, match=message):
+def test_bad_arguments(options: dict, argument: str):
+    with raises(OptionError, argument):
         make().generate(**{"n_cells": 3, "n_special": SPECIAL, **options})

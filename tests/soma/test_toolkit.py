@@ -16,6 +16,7 @@ from scforge.soma.byte_data import hold_out
 from scforge.soma.documents import Document, read_fasta, read_groups
 from scforge.soma.model_folder import read_model
 from scforge.soma.v1.tokenizer import tokenize_arrays
+from scforge.testing import raises
 from scforge.tokenizers import GeneEmbeddingTokenizer
 
 TINY = {"embedding_dim": 16, "num_layers": 1, "num_heads": 2, "seq_len": 16, "device": "cpu", "progress_bar": False}
@@ -122,7 +123,7 @@ def test_what_is_held_out_is_not_learnt():
     one = hold_out([Document("a", bytes(range(100)))], 0.2, seed=0)
     assert one == ([("a", bytes(range(80)))], [("a", bytes(range(80, 100)))])
     assert hold_out(documents, 0, seed=0) == (documents, [])
-    with pytest.raises(OptionError, match="no training bytes"):
+    with raises(OptionError, "validation_size"):
         hold_out([Document("a", b"x")], 0.5, seed=0)
     # Equal documents are cut alike.
     twice = [Document("a", b"0123456789"), Document("b", b"0123456789"), Document("c", b"x")]
@@ -188,9 +189,9 @@ def test_a_training_that_goes_on_is_the_same(texts):
     assert again.history["validation_bits_per_byte"] == whole.history["validation_bits_per_byte"]
     done = train(texts, "whole", resume="auto", **options, **TINY)
     assert done.model.save_bytes() == whole.model.save_bytes()
-    with pytest.raises(OptionError, match=r"lr=0.002 in the checkpoint, but 0.1 now"):
+    with raises(OptionError, "resume"):
         train(texts, "whole", resume="auto", lr=0.1, **options, **TINY)
-    with pytest.raises(OptionError, match="already contains a training run"):
+    with raises(OptionError, "checkpoint_dir"):
         train(texts, "whole", **options, **TINY)
     assert train(texts, "whole", overwrite=True, max_steps=1, **TINY).history
 
@@ -209,7 +210,7 @@ def test_options_of_training_that_cannot_be_are_refused(texts):
     ]:
         with pytest.raises(OptionError, match=words):
             train(texts, "run", **{**TINY, "max_steps": 1, **options})
-    with pytest.raises(DataError, match=r"1 documents that are also in files, e.g. '3'"):
+    with raises(DataError, "validation"):
         train(texts, "run", validation=texts[3], max_steps=1, **TINY)
 
 
@@ -254,30 +255,30 @@ def test_tables_of_genes_are_read_by_the_tokenizer(model, suffix):
 def test_names_that_stand_twice(model):
     write("iso.fa", ">P1 GN=A\nMKV\n>P2 GN=B\nMA\n>P3 GN=A\nMKL\n")
     options = {"device": "cpu", "progress_bar": False}
-    with pytest.raises(DataError, match="'A'"):
+    with raises(DataError, "files"):
         embed("iso.fa", model, field="GN", **options)
     apart = embed("iso.fa", model, **options)
     means = embed("iso.fa", model, field="GN", duplicates="mean", **options)
     assert means.index.tolist() == ["A", "B"]
     np.testing.assert_allclose(means.loc["A"], apart.loc[["P1", "P3"]].mean(), rtol=1e-5)
-    with pytest.raises(OptionError, match="duplicates='first'"):
+    with raises(OptionError, "duplicates"):
         embed("iso.fa", model, duplicates="first", **options)
 
 
 @pytest.mark.parametrize(
-    ("genes", "options", "error", "words"),
+    ("genes", "options", "error", "argument"),
     [
-        ({}, {}, DataError, "genes is empty"),
-        (["A"], {}, DataError, "not a dict"),
-        ({"A": ""}, {}, DataError, "'' for gene 'A'"),
-        ({"A": 3}, {}, DataError, "3 for gene 'A'"),
-        ({"A": "x"}, {"model": "."}, MissingFileError, "is not a byte-level language model"),
-        ({"A": "x"}, {"model": 3}, OptionError, "model is of type int; pass the folder"),
-        ({"A": "x"}, {"output": "table.txt"}, OptionError, "table.txt.*unknown format"),
+        ({}, {}, DataError, "genes"),
+        (["A"], {}, DataError, "genes"),
+        ({"A": ""}, {}, DataError, "genes"),
+        ({"A": 3}, {}, DataError, "genes"),
+        ({"A": "x"}, {"model": "."}, MissingFileError, "model"),
+        ({"A": "x"}, {"model": 3}, OptionError, "model"),
+        ({"A": "x"}, {"output": "table.txt"}, OptionError, "output"),
     ],
 )
-def test_embedding_what_cannot_be_is_refused(model, genes, options, error, words):
-    with pytest.raises(error, match=words):
+def test_embedding_what_cannot_be_is_refused(model, genes, options, error, argument):
+    with raises(error, argument):
         gene_table(genes, **{"model": model, **options})
 
 
@@ -286,7 +287,7 @@ def test_a_flipped_bit_is_refused(model, name):
     data = (model / name).read_bytes()
     for place in range(0, len(data), len(data) // 20):
         (model / name).write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-        with pytest.raises(ModelFileError, match="corrupted|not a configuration|not a JSON file|later version"):
+        with pytest.raises(ModelFileError):
             read_model(model)
 
 
@@ -302,11 +303,11 @@ def test_damaged_models_are_refused(model, change, words):
 def test_models_of_a_later_version_or_without_a_file_are_refused(model):
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"format": 9}))
-    with pytest.raises(ModelFileError, match="written by another version"):
+    with pytest.raises(ModelFileError):
         read_model(model)
     (model / "config.json").write_text(json.dumps(config))
     (model / "weights.safetensors").unlink()
-    with pytest.raises(MissingFileError, match="weights"):
+    with raises(MissingFileError, "model"):
         read_model(model)
 
 

@@ -8,7 +8,7 @@ import scforge.testing.tokenizers
 from scforge.data import CellBlock, GeneVocab
 from scforge.data.cells import content_keys
 from scforge.errors import OptionError
-from scforge.testing import check_tokenizer
+from scforge.testing import check_tokenizer, raises
 from scforge.tokenizers import Masking, Tokenizer
 from scforge.tokenizers.base import RaggedTokens
 
@@ -250,9 +250,9 @@ def test_names_and_instances_are_taken():
     check_tokenizer("continuous_projection", max_len=9)
     vocab = GeneVocab.from_genes(["a", "b", "c"])
     check_tokenizer(Sorted(vocab, scale=0.5))
-    with pytest.raises(OptionError, match="have no effect with an instance"):
+    with raises(OptionError, "options"):
         check_tokenizer(Sorted(vocab), scale=0.5)
-    with pytest.raises(OptionError, match="cannot be checked; pass a registered name, a class or an instance"):
+    with raises(OptionError, "tokenizer"):
         check_tokenizer(42)
-    with pytest.raises(OptionError, match="did you mean 'rank_value'"):
+    with raises(OptionError, "tokenizer"):
         check_tokenizer("rank_values")

@@ -6,6 +6,7 @@ from scipy import sparse
 
 from scforge.data import GeneVocab, open_cells
 from scforge.errors import DataError, OptionError
+from scforge.testing import raises
 from scforge.tokenizers import get_tokenizer
 
 
@@ -43,14 +44,14 @@ def test_tokens_and_values(tiny_adata, tiny_vocab, cls, max_len, name):
 
 
 def test_errors(tiny_vocab):
-    with pytest.raises(OptionError, match="has no medians; add them with vocab.with_medians"):
+    with raises(OptionError, "use_medians"):
         get_tokenizer("rank_value", GeneVocab.from_genes(["a"]))
     for options in ({"max_len": 1}, {"max_len": 0, "append_cls": False}):
-        with pytest.raises(OptionError, match="leaves no token for genes"):
+        with raises(OptionError, "max_len"):
             get_tokenizer("rank_value", tiny_vocab, **options)
-    with pytest.raises(OptionError, match="'max_length' is unknown to 'rank_value'; did you mean 'max_len'"):
+    with raises(OptionError, "max_length"):
         get_tokenizer("rank_value", tiny_vocab, max_length=5)
-    with pytest.raises(OptionError, match="did you mean 'rank_value'"):
+    with raises(OptionError, "tokenizer"):
         get_tokenizer("rank_values", tiny_vocab)
-    with pytest.raises(DataError, match="cells has 5 columns, but the vocabulary has 80 genes"):
+    with raises(DataError, "cells"):
         get_tokenizer("rank_value", tiny_vocab)(sparse.csr_matrix(np.ones((2, 5))))

@@ -8,6 +8,7 @@ from scipy import sparse
 from scforge.data import CellBlock, GeneVocab
 from scforge.data.cells import CellSource
 from scforge.errors import DataError, OptionError
+from scforge.testing import raises
 from scforge.tokenizers import get_tokenizer
 from scforge.tokenizers.binned_expression import quantile_bins
 
@@ -79,11 +80,11 @@ def test_worked_example():
     assert quantile_bins(cell, side="one").data.tolist() == [15, 15, 15, 22, 29, 36, 43, 50]
     np.testing.assert_array_equal(np.random.get_state()[1], state)  # the global generator is left alone
     for bad in (-1.0, np.nan):
-        with pytest.raises(DataError, match="negative, missing or infinite values"):
+        with raises(DataError, "counts"):
             quantile_bins(sparse.csr_matrix([[1.0, bad]]))
-    with pytest.raises(OptionError, match="side='left' is not known .known: 'both', 'one', 'tahoe'"):
+    with raises(OptionError, "side"):
         quantile_bins(cell, side="left")
-    with pytest.raises(OptionError, match="n_bins=2"):
+    with raises(OptionError, "n_bins"):
         quantile_bins(cell, n_bins=2)
 
 

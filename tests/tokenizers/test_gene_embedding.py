@@ -15,6 +15,7 @@ from scipy import sparse
 
 from scforge.data import GeneVocab, open_cells
 from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeError, ScforgeWarning
+from scforge.testing import raises
 from scforge.tokenizers import GeneEmbeddingTokenizer, Tokenizer, get_tokenizer
 from scforge.training.objectives import get_objective
 
@@ -91,7 +92,7 @@ def test_names_are_matched_as_the_vocabulary_knows_them():
     table = {"ENSG00000000000.7": [1.0], "ensg00000000001": [2.0], "C": [3.0], "OLD": [4.0], "other": [9.0]}
     table["A"] = [1.0]
     assert make(vocab, table).gene_vectors()[4:, 0].tolist() == [1, 2, 3, 4]
-    with pytest.raises(DataError, match="several vectors for gene 'ENSG00000000000', in the rows 'ENSG.*', 'A'; k"):
+    with raises(DataError, "table"):
         make(vocab, table | {"A": [2.5]})
 
 
@@ -229,7 +230,7 @@ def test_config_makes_it_again_without_the_table(tiny_adata, tiny_vocab, options
     assert len(repr(tokenizer)) < 500
     one, two = tokenizer(block), again(block)
     assert all(torch.equal(one[key], two[key]) for key in one)
-    with pytest.raises(OptionError, match="table=None, but the tokenizer 'gene_embedding' requires gene vectors"):
+    with raises(OptionError, "table"):
         again.gene_vectors()
 
 
@@ -256,20 +257,20 @@ def test_hidden_genes_do_not_keep_their_place(tiny_adata, tiny_vocab):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "argument"),
     [
-        ({"missing": "zero"}, "missing='zero' is not known .known: 'learned', 'drop'"),
-        ({"missing": "drop", "table": None}, "missing='drop' requires table"),
-        ({"missing": "drop", "dropped": []}, "dropped is computed from table"),
-        ({"dropped": ["gene1"], "table": None}, "dropped is computed from table"),
+        ({"missing": "zero"}, "missing"),
+        ({"missing": "drop", "table": None}, "missing"),
+        ({"missing": "drop", "dropped": []}, "dropped"),
+        ({"dropped": ["gene1"], "table": None}, "dropped"),
         (
             {"missing": "drop", "dropped": ["gene1", "geneX"], "table": None},
-            "dropped contains 'geneX', which is not a gene",
+            "dropped",
         ),
-        ({"missing": "drop", "library_size": "vocabulary"}, "pass library_size='data'"),
-        ({"tabel": 3}, "'tabel' is unknown to 'gene_embedding'; did you mean 'table'"),
+        ({"missing": "drop", "library_size": "vocabulary"}, "missing"),
+        ({"tabel": 3}, "tabel"),
     ],
 )
-def test_bad_options(tiny_vocab, options, message):
-    with pytest.raises(OptionError, match=message):
+def test_bad_options(tiny_vocab, options, argument):
+    with raises(OptionError, argument):
         get_tokenizer("gene_embedding", tiny_vocab, **{"table": PART} | options)

@@ -10,6 +10,7 @@ from scforge.data import open_cells
 from scforge.data.store import StoreCells
 from scforge.errors import DataError, MissingFileError, OptionError, ScforgeWarning, TrainingError
 from scforge.models import GenePoolingModel
+from scforge.testing import raises
 from scforge.tokenizers import get_tokenizer
 from scforge.training import CellDataModule, MaskedGenePrediction, TrainingPlan
 
@@ -61,11 +62,11 @@ def test_cells_that_cannot_be(store, tmp_path):
     assert len(CellDataModule(store).cells) == len(CellDataModule(str(store)).cells) == 700
     with pytest.raises(MissingFileError):
         CellDataModule(tmp_path / "no.zarr")
-    with pytest.raises(OptionError, match="cells is of type 'ndarray'"):
+    with raises(OptionError, "cells"):
         CellDataModule(np.zeros((3, 3)))
     one = StoreCells.open(store).sample(700)
     one.obs["same"] = "x"
-    with pytest.raises(DataError, match="split_by='same': .*one group|split_by='same': .* only"):
+    with raises(DataError, "split_by"):
         CellDataModule(one, split_by="same")
     with pytest.raises(TrainingError, match="call bind"):
         CellDataModule(store).train_dataloader()
@@ -112,9 +113,9 @@ def test_a_budget_of_tokens_is_kept(store, many_adata, setup, where):
     assert np.median(sizes) > 600
     assert len(sizes) == len(loader)
     assert all(batch["input_ids"].numel() <= 1000 for batch in data.val_dataloader())
-    with pytest.raises(OptionError, match="max_tokens_per_batch=20 is too small for a cell with"):
+    with raises(OptionError, "max_tokens_per_batch"):
         masked(cells, max_tokens_per_batch=20).train_dataloader()
-    with pytest.raises(OptionError, match="max_tokens_per_batch=500 .*JointEmbedding requires random batches"):
+    with raises(OptionError, "max_tokens_per_batch"):
         setup.data(batch_size=None, max_tokens_per_batch=500)
 
 

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from scforge.errors import OptionError, ScforgeWarning
+from scforge.testing import raises
 from scforge.training.fitting import SaveBest, default_max_epochs
 
 
@@ -170,10 +171,7 @@ def test_a_line_an_epoch_in_a_log_and_a_bar_in_a_notebook(setup, capsys, caplog,
 
 def test_further_devices_after_a_training_on_one(setup, monkeypatch):
     setup.fit(max_epochs=1)
-    with pytest.raises(
-        OptionError,
-        match=r"devices=2 cannot be used, because this script has already trained on one device .* torchrun",
-    ):
+    with raises(OptionError, "devices"):
         setup.fit(max_epochs=1, devices=2)
     # Where Slurm starts all processes, Lightning tells: ours would be wrong.
     numbers = {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "4", "SLURM_NODEID": "0", "SLURM_PROCID": "0"}
@@ -184,19 +182,19 @@ def test_further_devices_after_a_training_on_one(setup, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "argument"),
     [
-        ({"callbacks": [object()]}, "callbacks contains an object of type 'object'; pass lightning.pytorch callbacks"),
+        ({"callbacks": [object()]}, "callbacks"),
         (
             {"logger": "wandb"},
-            "logger='wandb' is not a Lightning logger; create a logger with scforge.training.make_loggers",
+            "logger",
         ),
-        ({"logger": [3]}, "logger=3 is not a Lightning logger"),
-        ({"early_stopping": 5}, "early_stopping=5 must be True or False."),
+        ({"logger": [3]}, "logger"),
+        ({"early_stopping": 5}, "early_stopping"),
     ],
 )
-def test_bad_options(setup, options, words):
-    with pytest.raises(OptionError, match=words):
+def test_bad_options(setup, options, argument):
+    with raises(OptionError, argument):
         setup.fit(**{"max_epochs": 1, **options})
 
 
@@ -242,5 +240,5 @@ def test_the_average_is_validated_and_kept_and_the_weights_are_trained(setup):
     assert any(not torch.allclose(kept[name], value) for name, value in after[-1].items())
     assert result.best_epoch == 0
     for decay in (0, 1, "fast"):
-        with pytest.raises(OptionError, match="ema_decay="):
+        with raises(OptionError, "ema_decay"):
             setup.fit(ema_decay=decay)

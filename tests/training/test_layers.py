@@ -7,6 +7,7 @@ from scforge.errors import OptionError
 from scforge.finetuning import PredictionHead
 from scforge.finetuning.mapping import FineTunedModule
 from scforge.models import GenePoolingModel, TransformerEncoder
+from scforge.testing import raises
 from scforge.training.layers import freeze_layers, layer_groups, learning_rate_factors
 from scforge.training.plan import GradualUnfreezing
 
@@ -45,13 +46,13 @@ def test_freezing_and_learning_rates_that_fall_toward_the_input(transformer) -> 
         assert {p.requires_grad for p in group} == {number > 2}
         assert {factors[id(p)] for p in group} == {0.5 ** (N_LAYERS + 1 - number)}
     assert learning_rate_factors(transformer, None) == {}
-    with pytest.raises(OptionError, match=f"freeze={N_LAYERS + 1}, but there are only {N_LAYERS} layers"):
+    with raises(OptionError, "freeze"):
         freeze_layers(transformer, N_LAYERS + 1)
     assert GradualUnfreezing(2).state_dict() == {}
-    with pytest.raises(OptionError, match="gradual_unfreezing=0"):
+    with raises(OptionError, "gradual_unfreezing"):
         GradualUnfreezing(0)
     for decay in (0, 1.5, True):
-        with pytest.raises(OptionError, match="layer_lr_decay"):
+        with raises(OptionError, "layer_lr_decay"):
             learning_rate_factors(transformer, decay)
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from scforge.errors import DataError, OptionError
+from scforge.testing import raises
 from scforge.training import make_loggers
 from scforge.training.monitoring import TableLogger
 
@@ -76,12 +77,12 @@ def test_wandb_works_offline(tmp_path):
 
 
 def test_what_cannot_be_logged_to(tmp_path):
-    with pytest.raises(OptionError, match="loggers='cvs' is not known; did you mean 'csv'"):
+    with raises(OptionError, "loggers"):
         make_loggers(["cvs"], tmp_path)
-    with pytest.raises(OptionError, match="wandb_mode='off' is not known"):
+    with raises(OptionError, "wandb_mode"):
         make_loggers(["wandb"], tmp_path, wandb_mode="off")
     (tmp_path / "metrics.csv").write_text("name,age\nx,3\n")
     with pytest.raises(DataError, match=r"metrics\.csv' is not the log table of a training"):
         TableLogger(tmp_path).begin(5)
-    with pytest.raises(OptionError, match="is a file"):
+    with raises(OptionError, "log_dir"):
         make_loggers(["csv"], tmp_path / "metrics.csv")

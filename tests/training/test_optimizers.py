@@ -4,6 +4,7 @@ from torch import nn
 
 from scforge.errors import OptionError
 from scforge.models import GenePoolingModel, TransformerEncoder
+from scforge.testing import raises
 from scforge.training.optimizers import SCHEDULES, make_optimizer, make_schedule, parameter_groups
 
 
@@ -80,9 +81,9 @@ def test_schedules(name):
     assert one_cycle.index(max(one_cycle)) == 29
     assert (one_cycle[0], one_cycle[29]) == pytest.approx((1 / 25, 1.0))
     assert one_cycle[-1] < 1e-4
-    with pytest.raises(OptionError, match="schedule='cosin' is not known; did you mean 'cosine'"):
+    with raises(OptionError, "schedule"):
         rates("cosin", 10)
-    with pytest.raises(OptionError, match="optimizer='rmsprop' is not known"):
+    with raises(OptionError, "optimizer"):
         make_optimizer(nn.Linear(2, 2), name="rmsprop", lr=1.0, weight_decay=0.0)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from scforge.errors import MissingFileError, ModelFileError, OptionError, ScforgeWarning, TrainingError
+from scforge.testing import raises
 from scforge.training.run_folder import RunFolder, pack, read_state, unpack, write_state
 
 STATE = {
@@ -45,7 +46,7 @@ def test_the_last_states_are_kept_and_found(folder):
         assert folder.latest(check)[0].name == "step=00000002"
     for path in folder.states():
         (path / "training" / "state.json").write_text("{")
-    with pytest.warns(ScforgeWarning), pytest.raises(ModelFileError, match="has no intact checkpoint"):
+    with pytest.warns(ScforgeWarning), raises(ModelFileError, "checkpoint_dir"):
         folder.latest()
 
 
@@ -118,7 +119,7 @@ def test_what_a_killed_process_left_is_removed(folder):
     (folder.path / "epoch=01").mkdir()
     with folder.locked():
         names = sorted(path.name for path in folder.path.iterdir() if path.name != ".lock")
-        with pytest.raises(OptionError, match="is in use by another training run"), folder.locked():
+        with raises(OptionError, "checkpoint_dir"), folder.locked():
             pass
     assert names == ["epoch=01", "step=00000001", "step=00000002", "step=00000010"]
     with folder.locked():

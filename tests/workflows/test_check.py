@@ -124,7 +124,7 @@ def test_what_is_told_but_no_mistake(load: Callable[..., Config], monkeypatch: p
         pytest.warns(ScforgeWarning, match="the data set 'immune_atlas' was not found"),
     ):
         check_config(config)
-    with pytest.raises(MissingFileError, match="the data set 'tabula_sapiens' was not found"):
+    with pytest.raises(MissingFileError):
         train_from_config(config)
 
 

@@ -10,6 +10,7 @@ from scforge.config import load_config, recipe_path
 from scforge.data import convert
 from scforge.errors import ConfigError, MissingFileError, OptionError
 from scforge.estimators import Encoder
+from scforge.testing import raises
 from scforge.workflows import evaluate_to, finetune_from_config, predict_to, train_from_config
 from scforge.workflows.finetune import FinetuningResult, finetuning_report
 
@@ -89,7 +90,7 @@ def test_going_on(run: Callable[..., FinetuningResult]) -> None:
     result = run(longer, constant, resume="auto")
     assert result.model.n_epochs_ == 3
     assert all(value.equal(whole[name]) for name, value in result.model.module.state_dict().items())
-    with pytest.raises(OptionError, match="already contains a training run"):
+    with raises(OptionError, "checkpoint_dir"):
         run()
     run(overwrite=True)
     with pytest.raises(ConfigError, match=r"config\.yaml, line 3: .*run it with scforge finetune --config"):
@@ -163,7 +164,7 @@ def test_a_store(run: Callable[..., FinetuningResult], store: Path, caplog: pyte
     table = pd.read_csv("labels.csv", index_col=0)
     assert table.index.str.startswith("cell").all()
     assert list(table) == ["label", "confidence", "entropy", "scforge_split"]
-    with pytest.raises(OptionError, match="requires cells from an h5ad file"):
+    with raises(OptionError, "output"):
         predict_to("ck/final", store, "labels.h5ad")
     # The cells that were held out, also where the store is at another place.
     np.testing.assert_allclose(evaluate_to("ck/final", store, baselines=False), result.metrics.iloc[:1], rtol=1e-5)
@@ -204,11 +205,11 @@ def test_evaluations_in_files(place: Path, tuned: Path) -> None:
     assert others.loc["scforge", "n_scored"] == 60
     assert len(others) > 1
     assert list(evaluate_to(tuned, "others.h5ad", baselines=False).index) == ["scforge"]
-    with pytest.raises(OptionError, match="does not contain exactly the cells used for fine-tuning"):
+    with raises(OptionError, "trained_on"):
         evaluate_to(tuned, "cells.h5ad", trained_on="others.h5ad")
-    with pytest.raises(OptionError, match=r"output='\.' must end with \.csv"):
+    with raises(OptionError, "output"):
         evaluate_to(tuned, "cells.h5ad", ".")
-    with pytest.raises(OptionError, match=r"groups_key .* requires output"):
+    with raises(OptionError, "groups_key"):
         evaluate_to(tuned, "cells.h5ad", groups_key="group")
     with pytest.raises(OptionError, match=r"output='own\.csv' exists"):
         evaluate_to(tuned, "cells.h5ad", "own.csv")

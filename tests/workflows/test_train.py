@@ -11,6 +11,7 @@ from scforge.config import list_recipes, load_config, recipe_path
 from scforge.errors import ConfigError, MissingFileError, OptionError, ScforgeWarning
 from scforge.estimators import Encoder
 from scforge.models.registry import MODELS
+from scforge.testing import raises
 from scforge.workflows import train_from_config
 
 SMALL = """
@@ -79,23 +80,23 @@ def test_log_embedding_and_benchmarks(run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "argument"),
     [
-        ({}, r"config.yaml, line \d+: checkpoint_dir='ck' already contains a training run"),
-        ({"resume": "auto", "overwrite": True}, "--resume and --overwrite"),
+        ({}, "checkpoint_dir"),
+        ({"resume": "auto", "overwrite": True}, "resume"),
         (
             {"resume": "ck"},
-            r"resume='ck' contains no training checkpoint; did you mean resume='auto', or ck/step=00000004\?$",
+            "resume",
         ),
-        ({"resume": "other/step=1"}, "resume='other/step=1' contains no training checkpoint"),
+        ({"resume": "other/step=1"}, "resume"),
     ],
 )
-def test_a_folder_that_does_not_fit_is_told_before_the_cells_are_read(run, options, message, monkeypatch) -> None:
+def test_a_folder_that_does_not_fit_is_told_before_the_cells_are_read(run, options, argument, monkeypatch) -> None:
     for name in ("ck/step=00000004/training", "ck/final", "other/step=1/training"):
         Path(name).mkdir(parents=True)
     monkeypatch.setattr("scforge.workflows.train.open_source", lambda data: pytest.fail("cells were read"))
     Path("config.yaml").write_text(f"{SMALL}output:\n  checkpoint_dir: ck\n")
-    with pytest.raises((OptionError, MissingFileError), match=message):
+    with raises((OptionError, MissingFileError), argument):
         train_from_config(load_config("config.yaml"), progress_bar=False, **options)
 
 
@@ -106,7 +107,7 @@ def test_the_configuration_is_kept_and_results_are_replaced_if_told(run) -> None
     assert kept == load_config("config.yaml", keep)
     with pytest.raises(OptionError, match=r"output\.embedding='out\.h5ad' exists"):
         run(SMALL, keep[1])
-    with pytest.raises(OptionError, match=r"checkpoint_dir='ck'"):
+    with raises(OptionError, "checkpoint_dir"):
         run(SMALL, keep[0])
     after = train_from_config(kept, progress_bar=False, overwrite=True).module.state_dict()
     assert all(value.equal(after[name]) for name, value in before.items())
@@ -218,7 +219,7 @@ def test_a_custom_architecture_by_its_name(run, custom_architecture: str) -> Non
     assert len(model.module.layers) == 3
     assert "my_pooling" in repr(model)
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["cells.h5ad", "config.yaml"], "not asked for"
-    with pytest.raises(OptionError, match=r"option 'n_heads' is unknown to 'my_pooling' \(known: 'hidden_dim'"):
+    with raises(OptionError, "n_heads"):
         run(text, "model.n_heads=3")
 
 

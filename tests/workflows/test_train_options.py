@@ -15,6 +15,7 @@ from scforge.config.aliases import known_names
 from scforge.data import GeneVocab
 from scforge.errors import ConfigError
 from scforge.estimators import Encoder
+from scforge.testing import raises
 from scforge.training import CellDataModule
 from scforge.training.options import TrainOptions
 from scforge.workflows import finetune as finetuning_from_config
@@ -221,7 +222,7 @@ def test_every_key_has_a_case(build: Callable[[list[str]], Built]) -> None:
     names = known_names(Config)
     leaves = {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
     assert leaves - {"model.vocab_size"} == set(CASES)
-    with pytest.raises(ConfigError, match="model.vocab_size"):  # which nobody may choose
+    with raises(ConfigError, "model.vocab_size"):  # which nobody may choose
         from_config.train_from_config(build(["model.vocab_size=100"]).config)
 
 

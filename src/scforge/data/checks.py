@@ -55,7 +55,7 @@ about 0.5); and mean number of counts per cell from which on some gene should ha
 def sound_csr(matrix: Any, where: str) -> sparse.csr_matrix:
     """Return `matrix` as CSR, without a copy if possible. Raises a DataError that names `where` if it is corrupted."""
     if problem := compressed_problem(matrix):
-        raise DataError(f"{where} is corrupted: {problem}; {REPAIR}.")
+        raise DataError(f"is corrupted: {problem}; {REPAIR}.", argument=where)
     if isinstance(matrix, sparse.csr_matrix) and len(matrix.data) == len(matrix.indices) == matrix.indptr[-1]:
         return matrix
     return sparse.csr_matrix(matrix)
@@ -321,24 +321,29 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
         check_known("layer", layer, adata.layers, "adata.layers", fix="use layer=None to read adata.X")
         matrix = adata.layers[layer]
     elif adata.X is None:
-        raise DataError(f"adata.X is None; {_where_counts_are(adata, layer)}.")
+        raise DataError(f"is None; {_where_counts_are(adata, layer)}.", argument="adata.X")
     else:
         matrix = _in_memory(adata.X)
     if matrix.dtype.kind not in _NUMERIC:
-        raise DataError(f"{where} has dtype {matrix.dtype}, but raw counts are needed; convert it to a numeric dtype.")
+        raise DataError(
+            f"has dtype {matrix.dtype}, but raw counts are needed; convert it to a numeric dtype.", argument=where
+        )
     mark = content_mark(matrix)
     if mark is not None and _CHECKED.get(id(matrix)) == mark:
         return matrix if isinstance(matrix, sparse.csr_matrix) else _as_csr(matrix, where)
     counts = _as_csr(matrix, where)
     if problem := value_problem(counts.data):
         way_out = _UNMEASURED if np.isnan(counts.data).any() else _NORMALIZED
-        raise DataError(f"{where} {problem}, but raw counts are needed; {_where_counts_are(adata, layer, way_out)}.")
+        raise DataError(
+            f"{problem}, but raw counts are needed; {_where_counts_are(adata, layer, way_out)}.", argument=where
+        )
     empty = np.flatnonzero(np.asarray(counts.sum(axis=1)).ravel() == 0)
     if len(empty):
         names = listing(adata.obs_names[empty[:3]])
         raise DataError(
-            f"{where} has {len(empty)} cell{'s' * (len(empty) > 1)} without counts (first: {names}); "
-            "remove them with sc.pp.filter_cells(adata, min_counts=1)."
+            f"has {len(empty)} cell{'s' * (len(empty) > 1)} without counts (first: {names}); "
+            "remove them with sc.pp.filter_cells(adata, min_counts=1).",
+            argument=where,
         )
     if mark is not None and (counts is matrix or not isinstance(matrix, sparse.csr_matrix)):
         _CHECKED[id(matrix)] = mark
@@ -369,7 +374,9 @@ def _in_memory(matrix: Any) -> Any:
 
 def _as_csr(matrix: Any, where: str) -> sparse.csr_matrix:
     if isinstance(matrix, np.ma.MaskedArray) and (n_masked := np.ma.count_masked(matrix)):
-        raise DataError(f"{where} contains {n_masked:,} masked values; replace them, e.g. with matrix.filled(0).")
+        raise DataError(
+            f"contains {n_masked:,} masked values; replace them, e.g. with matrix.filled(0).", argument=where
+        )
     if hasattr(matrix, "compute"):  # a dask array; SciPy takes one of sparse blocks for something else
         matrix = matrix.compute()
     dtype = getattr(matrix, "dtype", np.dtype(np.float32))
@@ -428,6 +435,8 @@ def gene_names(source: Any, gene_key: str | None = None) -> np.ndarray:
     names = var.index if gene_key is None else var[gene_key]
     missing = np.asarray(names.isna())
     if missing.any():
-        raise DataError(f"{where} has {int(missing.sum())} missing gene names; fill in the names or drop these genes.")
+        raise DataError(
+            f"has {int(missing.sum())} missing gene names; fill in the names or drop these genes.", argument=where
+        )
     texts = np.asarray(names, dtype=object).astype(str)
     return np.char.strip(texts) if len(texts) else texts

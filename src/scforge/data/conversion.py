@@ -298,7 +298,7 @@ def dataset_size(memory: int, streams: Sequence[ChunkReader], vocab: GeneVocab, 
     fixed = _LIBRARIES + _BUFFERS + medians + tables
     if memory - fixed < _MIN:
         least = (fixed + _MIN) / 1e9 + 0.05
-        raise OptionError(f"memory={memory / 1e9:.2f}GB is not enough; pass at least {least:.1f}GB.")
+        raise OptionError(f"of {memory / 1e9:.2f}GB is not enough; pass at least {least:.1f}GB.", argument="memory")
     n_entries = sum(stream.n_entries for stream in streams)
     # In the temporary files, while gathered, and twice while compressed.
     n_bytes = 5 * (_gene_dtype(vocab.n_genes).itemsize + _COUNT_BYTES) * n_entries

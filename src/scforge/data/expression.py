@@ -51,8 +51,9 @@ def log_normalized(
     matrix = adata.X if layer is None else adata.layers[layer]
     if adata.isbacked or matrix is None:
         raise DataError(
-            f"{where} is {'backed by a file' if adata.isbacked else None}; pass an AnnData with values in memory, e.g. "
-            "adata.to_memory()."
+            f"is {'backed by a file' if adata.isbacked else None}; pass an AnnData with values in memory, e.g. "
+            "adata.to_memory().",
+            argument=where,
         )
     if adata.var_names.has_duplicates:
         twice = adata.var_names[adata.var_names.duplicated()].unique()
@@ -70,8 +71,8 @@ def log_normalized(
     counts = bool((values == np.floor(values)).all()) and values.min(initial=0) >= 0
     if not counts and (problem := _scale_problem(values, rows, matrix.shape[0], made=made)):
         raise DataError(
-            f"{where} contains {problem}; pass counts or log1p CP10K values, or (for predictions) effects as a "
-            "DataFrame."
+            f"contains {problem}; pass counts or log1p CP10K values, or (for predictions) effects as a DataFrame.",
+            argument=where,
         )
     if counts:
         total = np.bincount(rows, values, minlength=matrix.shape[0])

@@ -220,15 +220,17 @@ def map_names(
         if hint is None:
             after = "" if kind == expected else f", even after conversion to {expected}"
             raise GeneMismatchError(
-                f"{where} has only {converted} of the {vocab.n_genes} genes of the vocabulary{after}, and at least "
+                f"has only {converted} of the {vocab.n_genes} genes of the vocabulary{after}, and at least "
                 f"{needed} are needed. The cells measure {len(names)} genes, {kind} such as {listing(names[:2])}, and "
                 f"the vocabulary contains {expected} such as {listing(vocab.genes[:2])}; use cells with more genes of "
-                "the vocabulary, or another model."
+                "the vocabulary, or another model.",
+                argument=where,
             )
         raise GeneMismatchError(
-            f"{where} has only {gene_map.n_matched} of the {vocab.n_genes} genes of the vocabulary. It contains "
+            f"has only {gene_map.n_matched} of the {vocab.n_genes} genes of the vocabulary. It contains "
             f"{kind} such as {listing(names[:2])}, but the vocabulary contains {expected} such as "
-            f"{listing(vocab.genes[:2])}; {hint}."
+            f"{listing(vocab.genes[:2])}; {hint}.",
+            argument=where,
         )
     for note in gene_map.notes:
         better = _better_column(var, vocab, gene_key, gene_map.n_matched + 1)

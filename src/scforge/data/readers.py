@@ -449,7 +449,7 @@ def open_streams(
     """
     places = list(source) if isinstance(source, list | tuple) else [source]
     if not places:
-        raise OptionError("source=[] is empty; pass at least one file.")
+        raise OptionError("is empty; pass at least one file.", source=[])
     opened: list[ChunkReader] = []
     for place in places:
         if is_query(place):

@@ -380,7 +380,7 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
 
     files = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
     if not files:
-        raise OptionError("paths=[] is empty; pass at least one h5ad file.")
+        raise OptionError("is empty; pass at least one h5ad file.", paths=[])
     parts = {str(path): _read_one(path) for path in files}
     if len(files) == 1:
         return parts[str(files[0])]

@@ -252,7 +252,7 @@ def evaluate(
     check_seeds(seeds)
     baselines = [baselines] if isinstance(baselines, int | str) else list(baselines)
     if not len(baselines):
-        raise OptionError("baselines=[] is empty; pass at least one baseline name or number of components.")
+        raise OptionError("is empty; pass at least one baseline name or number of components.", baselines=[])
     obsm_keys = [obsm_keys] if isinstance(obsm_keys, str) else obsm_keys
     kinds: dict[str, Kind] = dict(obsm_keys) if isinstance(obsm_keys, Mapping) else dict.fromkeys(obsm_keys, "model")
     _check_kinds(kinds)
@@ -378,7 +378,7 @@ def entries_of(benchmarks: Entry | Sequence[Entry]) -> list[Entry]:
     several = isinstance(benchmarks, Sequence) and not isinstance(benchmarks, str)
     entries: list[Any] = list(cast("Sequence[Entry]", benchmarks)) if several else [benchmarks]
     if not entries:
-        raise OptionError("benchmarks=[] is empty; pass at least one benchmark.")
+        raise OptionError("is empty; pass at least one benchmark.", benchmarks=[])
     return entries
 
 

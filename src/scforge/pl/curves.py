@@ -61,7 +61,9 @@ def training_curves(
     history = getattr(history, "history_", history)
     names = {"train": f"train_{metric}", "validation": f"validation_{metric}"}
     if not any(name in history for name in names.values()):
-        raise OptionError(f"history has no 'train_{metric}'; train the model first, or choose another metric.")
+        raise OptionError(
+            f"has no 'train_{metric}'; train the model first, or choose another metric.", argument="history"
+        )
     ax = new_axes(ax, 4, 3)
     n_epochs = max(len(history[name]) for name in names.values() if name in history)
     for (label, name), color in zip(names.items(), ("tab:blue", "tab:orange"), strict=True):

@@ -9,6 +9,7 @@ _NAMES = {
     "check_model": "scforge.testing.models",
     "check_objective": "scforge.testing.objectives",
     "check_tokenizer": "scforge.testing.tokenizers",
+    "raises": "scforge.testing.errors",
     "simulate_screen": "scforge.testing.screens",
 }
 

@@ -109,7 +109,7 @@ def evaluate_to(
     """
     folders = [model] if isinstance(model, str | os.PathLike) else list(model)
     if not folders:
-        raise OptionError("model=[] is empty; pass the folder of a model.")
+        raise OptionError("is empty; pass the folder of a model.", model=[])
     models = dict(zip(_names(folders), (_load(folder) for folder in folders), strict=True))
     tuned = [folder for folder, one in zip(folders, models.values(), strict=True) if one.spec.tuning is not None]
     by_task = benchmarks is None and bool(tuned)

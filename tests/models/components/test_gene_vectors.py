@@ -6,6 +6,7 @@ from scforge.errors import OptionError
 from scforge.models import GenePoolingModel, TransformerEncoder, count_parameters, init_weights
 from scforge.models.components import GeneExpressionEmbedding, GeneVectorEmbedding
 from scforge.models.components.gene_vectors import GeneVectorBag, check_filled, fill_gene_vectors
+from scforge.testing import raises
 from scforge.training.optimizers import make_optimizer
 
 V, H, D, LEARNED = 40, 16, 7, 9
@@ -108,9 +109,7 @@ every_model = pytest.mark.parametrize(
 def test_the_vectors_are_used(build, n_tokens):
     torch.manual_seed(0)
     model = build(gene_vectors={"dim": D, "learned": LEARNED, "frozen": False}).eval()
-    with pytest.raises(
-        OptionError, match="gene_vectors is set, but no vectors were passed to the model; omit gene_vectors"
-    ):
+    with raises(OptionError, "gene_vectors"):
         check_filled(model)
     ids = torch.nonzero(GIVEN).flatten()[torch.randint(0, V - LEARNED, (2, n_tokens))]
     arguments = ids, torch.ones(2, n_tokens), torch.rand(2, n_tokens)
@@ -140,15 +139,15 @@ def test_without_the_option_nothing_changes(build):
 
 
 @pytest.mark.parametrize(
-    ("option", "message"),
+    ("option", "argument"),
     [
-        (3, "gene_vectors=3 is not a dict with 'dim' and 'learned'"),
-        ({"dim": 5}, "is not a dict with 'dim' and 'learned'"),
-        ({"dim": 5, "learned": 4, "freeze": True}, "'freeze' is unknown to 'gene_vectors'; did you mean 'frozen'"),
+        (3, "gene_vectors"),
+        ({"dim": 5}, "gene_vectors"),
+        ({"dim": 5, "learned": 4, "freeze": True}, "freeze"),
     ],
 )
-def test_bad_options(option, message):
-    with pytest.raises(OptionError, match=message):
+def test_bad_options(option, argument):
+    with raises(OptionError, argument):
         GeneExpressionEmbedding(V, H, gene_vectors=option)
 
 

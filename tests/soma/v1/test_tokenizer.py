@@ -3,6 +3,7 @@ import pytest
 
 from scforge.errors import DataError, OptionError
 from scforge.soma.v1.tokenizer import TokenizedSequence, tokenize, tokenize_arrays
+from scforge.testing import raises
 
 published = pytest.importorskip("soma_models.v1.tokenizer", reason="the published package is not installed")
 
@@ -37,17 +38,17 @@ def test_arrays_of_views_and_numbers(given):
 
 
 @pytest.mark.parametrize(
-    ("data", "length", "error", "message"),
+    ("data", "length", "error", "argument"),
     [
-        ("text", 8, DataError, "encode"),
-        ([97, 98], 8, DataError, "type list"),
-        (memoryview(np.zeros(2)), 8, DataError, "format 'd' .*pass bytes, or a 1D uint8"),
-        (np.arange(3), 8, DataError, "format 'l'"),
-        (np.zeros((2, 2), dtype=np.uint8), 8, DataError, r"\(2, 2\)"),
+        ("text", 8, DataError, "data"),
+        ([97, 98], 8, DataError, "data"),
+        (memoryview(np.zeros(2)), 8, DataError, "data"),
+        (np.arange(3), 8, DataError, "data"),
+        (np.zeros((2, 2), dtype=np.uint8), 8, DataError, "data"),
         (b"abc", 0, OptionError, "max_seq_len"),
     ],
 )
-def test_what_is_no_bytes_and_no_length(data, length, error, message):
+def test_what_is_no_bytes_and_no_length(data, length, error, argument):
     for function in (tokenize, tokenize_arrays):
-        with pytest.raises(error, match=message):
+        with raises(error, argument):
             function(data, length)

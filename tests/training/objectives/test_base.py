@@ -10,6 +10,7 @@ from scforge.data import GeneVocab
 from scforge.data.cells import CellSource
 from scforge.errors import OptionError
 from scforge.models import GenePoolingModel, TransformerEncoder
+from scforge.testing import raises
 from scforge.tokenizers import get_tokenizer
 from scforge.training import (
     MaskedGenePrediction,
@@ -109,7 +110,7 @@ def test_loss_starts_at_the_token_entropy(masked_setup, monkeypatch):
     assert 0 < token_counts(setup.cells, setup.tokenizer).max() <= 7
     assert token_entropy(np.array([0, 3])) == 0.0
     for nothing in ([], [0, 0]):
-        with pytest.raises(OptionError, match="counts is zero for all tokens"):
+        with raises(OptionError, "counts"):
             token_entropy(nothing)
 
 
@@ -182,38 +183,38 @@ def test_what_happens_to_a_cell_depends_on_epoch_seed_and_cell_alone(name, cells
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("name", "options", "argument"),
     [
-        ("joint_embedding", {"weigth": 0.1}, "did you mean 'weight'"),
-        ("joint_embedding", {"views": 1}, "views=1"),
-        ("joint_embedding", {"keep_min": 0.9, "keep_max": 0.5}, "keep_min=0.9 and keep_max=0.5"),
-        ("joint_embedding", {"per_batch": True}, "per_batch=True requires batch_key"),
-        ("joint_embedding", {"batch_key": "batch"}, "batch_key='batch' has an effect only with per_batch=True"),
-        ("joint_embedding", {"batches": ["x"]}, r"batches=\['x'\] requires batch_key"),
-        ("joint_embedding", {"projector": 0}, "projector=0 is not a positive number of dimensions"),
-        ("joint_embedding", {"per_batch": True, "batch_key": "donor", "clusters": "many"}, "clusters='many'"),
-        ("joint_embedding", {"clusters": 4}, "clusters=4 has an effect only with per_batch=True"),
-        ("masked_gene_prediction", {"mask_ratio": 0}, "mask_ratio=0"),
-        ("masked_value_prediction", {"zero_targets": float("inf")}, "zero_targets=inf"),
-        ("masked_diffusion", {"corrupt": "all"}, "corrupt='all' is not known"),
-        ("variational", {"free_bits": "some"}, "free_bits='some'"),
-        ("variational", {"thinning": (0, 1)}, "0 < low <= high <= 1"),
-        ("variational", {"labels": ["a"]}, "requires labels_key, the column of obs"),
-        ("variational", {"batch_key": "b", "batches": ["x", "x"]}, "unique class names"),
-        ("variational", {"reconstruction_weight": 0.0}, "without labels leaves no loss"),
-        ("next_gene_prediction", {"order": "up"}, "order='up' is not known"),
-        ("next_gene_prediction", {"conditions": ["a"]}, "requires condition_key"),
-        ("next_gene_prediction", {"condition_key": "k", "conditions": "ab"}, "conditions='ab' must be a list"),
-        ("next_gene_prediction", {"condition_dropout": 1.5}, "condition_dropout=1.5"),
-        ("neighbor_denoising", {"across": -1}, "across=-1 is too small"),
-        ("neighbor_denoising", {"temperature": "hot"}, "temperature='hot' must be a positive number"),
-        ("neighbor_denoising", {"alignment": -1}, "alignment=-1 must be zero or a positive number"),
-        ("neighbor_denoising", {"labels_weight": -1}, "labels_weight=-1 must be zero or a positive number"),
-        ("neighbor_denoising", {"labels_key": "t", "labels": ["a"]}, r"labels_key='t' has a single label \('a'\)"),
+        ("joint_embedding", {"weigth": 0.1}, "weigth"),
+        ("joint_embedding", {"views": 1}, "views"),
+        ("joint_embedding", {"keep_min": 0.9, "keep_max": 0.5}, "keep_min"),
+        ("joint_embedding", {"per_batch": True}, "per_batch"),
+        ("joint_embedding", {"batch_key": "batch"}, "batch_key"),
+        ("joint_embedding", {"batches": ["x"]}, "batches"),
+        ("joint_embedding", {"projector": 0}, "projector"),
+        ("joint_embedding", {"per_batch": True, "batch_key": "donor", "clusters": "many"}, "clusters"),
+        ("joint_embedding", {"clusters": 4}, "clusters"),
+        ("masked_gene_prediction", {"mask_ratio": 0}, "mask_ratio"),
+        ("masked_value_prediction", {"zero_targets": float("inf")}, "zero_targets"),
+        ("masked_diffusion", {"corrupt": "all"}, "corrupt"),
+        ("variational", {"free_bits": "some"}, "free_bits"),
+        ("variational", {"thinning": (0, 1)}, "thinning"),
+        ("variational", {"labels": ["a"]}, "labels"),
+        ("variational", {"batch_key": "b", "batches": ["x", "x"]}, "batches"),
+        ("variational", {"reconstruction_weight": 0.0}, "reconstruction_weight"),
+        ("next_gene_prediction", {"order": "up"}, "order"),
+        ("next_gene_prediction", {"conditions": ["a"]}, "conditions"),
+        ("next_gene_prediction", {"condition_key": "k", "conditions": "ab"}, "conditions"),
+        ("next_gene_prediction", {"condition_dropout": 1.5}, "condition_dropout"),
+        ("neighbor_denoising", {"across": -1}, "across"),
+        ("neighbor_denoising", {"temperature": "hot"}, "temperature"),
+        ("neighbor_denoising", {"alignment": -1}, "alignment"),
+        ("neighbor_denoising", {"labels_weight": -1}, "labels_weight"),
+        ("neighbor_denoising", {"labels_key": "t", "labels": ["a"]}, "labels_key"),
     ],
 )
-def test_bad_options(name, options, message):
-    with pytest.raises(OptionError, match=message):
+def test_bad_options(name, options, argument):
+    with raises(OptionError, argument):
         get_objective(name, **options)
 
 

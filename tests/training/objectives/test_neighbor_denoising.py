@@ -9,6 +9,7 @@ from scforge.data import GeneVocab, open_cells
 from scforge.data.neighbors import harmony_correct, mutual_neighbors, principal_components
 from scforge.errors import DataError, OptionError, ScforgeWarning
 from scforge.models import Encoder, GenePoolingModel, TransformerEncoder
+from scforge.testing import raises
 from scforge.tokenizers import get_tokenizer
 from scforge.training import NeighborDenoising
 from scforge.training.objectives import _neighbors
@@ -313,7 +314,7 @@ def test_models_without_a_decoder_are_refused():
         NeighborDenoising().check_architecture(TransformerEncoder)
     with pytest.raises(OptionError, match="the model has no expression decoder; create it with n_batches=0"):
         GenePoolingModel(20, 8, pooling="weighted_sum").decode(torch.zeros(2, 8))
-    with pytest.raises(OptionError, match="pooling='mean' does not include the expression decoder that n_batches=0"):
+    with raises(OptionError, "pooling"):
         GenePoolingModel(20, 8, n_batches=0)
 
 
@@ -429,28 +430,28 @@ def test_a_loaded_model_keeps_the_option_and_embeds_cells_without_labels(tmp_pat
     assert loaded.spec.objective_options == model.spec.objective_options
     assert loaded.spec.objective_options["labels_weight"] == 0.3
     np.testing.assert_allclose(loaded.get_latent_representation(), embedding, atol=1e-6)
-    with pytest.raises(DataError, match="labels_key='known' is not a column of obs"):
+    with raises(DataError, "labels_key"):
         loaded.train(1, progress_bar=False)
     adata.obs["known"] = np.where(np.arange(len(adata)) % 2, "t0", None)
-    with pytest.raises(DataError, match=r"labels_key='known': the training cells have fewer than two .*t0.*; label"):
+    with raises(DataError, "labels_key"):
         loaded.train(1, progress_bar=False)
 
 
 @pytest.mark.parametrize(
-    ("values", "error", "message"),
+    ("values", "error", "argument"),
     [
-        (None, DataError, "labels_key='known' is not a column of obs"),
-        (np.nan, OptionError, "labels_key='known' is missing for all cells; choose another column"),
-        ("t0", OptionError, r"labels_key='known' has a single label \('t0'\); choose a column with at least two"),
+        (None, DataError, "labels_key"),
+        (np.nan, OptionError, "labels_key"),
+        ("t0", OptionError, "labels_key"),
     ],
 )
-def test_labels_that_cannot_be_learned_are_refused(values, error, message):
+def test_labels_that_cannot_be_learned_are_refused(values, error, argument):
     adata = swapped_types()
     adata.obs["known"] = values
     if values is None:
         del adata.obs["known"]
     Encoder.setup_anndata(adata, batch_key="batch")
-    with pytest.raises(error, match=message):
+    with raises(error, argument):
         Encoder(adata, objective={"name": "neighbor_denoising", "labels_key": "known"}, n_top_genes=0)
 
 

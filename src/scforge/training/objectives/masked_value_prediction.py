@@ -76,8 +76,9 @@ class MaskedValuePrediction(Objective):
         """Raise an error if genes without counts would be added, but are already tokens."""
         if self.zero_targets and tokenizer.lists_all_genes:
             raise OptionError(
-                f"zero_targets={self.zero_targets:g} adds genes without counts, but include_zero_genes=True already "
-                "includes all of them; set zero_targets=0, or include_zero_genes=False."
+                "adds genes without counts, but include_zero_genes=True already includes all of them; set "
+                "zero_targets=0, or include_zero_genes=False.",
+                zero_targets=self.zero_targets,
             )
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:

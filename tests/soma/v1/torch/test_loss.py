@@ -4,6 +4,7 @@ import torch
 from scforge.errors import DataError
 from scforge.soma.v1.tokenizer import tokenize_arrays
 from scforge.soma.v1.torch import Model, SIGReg, SIGRegConfig, compute_loss
+from scforge.testing import raises
 
 
 def test_equals_the_published(pair, published, batch):
@@ -40,13 +41,13 @@ def test_pads_are_left_out_if_asked_for(tiny):
 
 
 @pytest.mark.parametrize(
-    ("targets", "message"),
+    ("targets", "argument"),
     [
-        (torch.zeros(3, 69, dtype=torch.int64), r"targets has shape \(3, 69\), but token_ids has shape \(3, 70\)"),
-        (torch.zeros(3, 70), "targets has dtype torch.float32"),
-        (torch.full((3, 70), 264), "targets contains 264"),
+        (torch.zeros(3, 69, dtype=torch.int64), "targets"),
+        (torch.zeros(3, 70), "targets"),
+        (torch.full((3, 70), 264), "targets"),
     ],
 )
-def test_what_is_no_targets(tiny, batch, targets, message):
-    with pytest.raises(DataError, match=message):
+def test_what_is_no_targets(tiny, batch, targets, argument):
+    with raises(DataError, argument):
         compute_loss(Model(tiny), SIGReg(SIGRegConfig()), batch.tokens, targets)

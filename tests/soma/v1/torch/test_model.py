@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from scforge.errors import DataError, OptionError
 from scforge.soma.v1.torch import Model, ModelConfig, SIGReg, SIGRegConfig, compute_loss
+from scforge.testing import raises
 
 PLACES = torch.arange(70)[None]
 
@@ -98,23 +99,23 @@ def test_pads_are_hidden_if_asked_for(tiny):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "places", "message"),
+    ("tokens", "places", "argument"),
     [
-        (torch.rand(1, 4), PLACES[:, :4], "input has dtype torch.float32"),
-        ([[97, 98]], PLACES[:, :2], "input is of type list; pass a Tensor"),
-        (PLACES[:, :2].numpy(), PLACES[:, :2], "input is of type ndarray; pass a Tensor"),
+        (torch.rand(1, 4), PLACES[:, :4], "input"),
+        ([[97, 98]], PLACES[:, :2], "input"),
+        (PLACES[:, :2].numpy(), PLACES[:, :2], "input"),
         (
             torch.tensor([[97, 264]]),
             PLACES[:, :2],
-            "input contains 264, which is not in the vocabulary; pass token ids from 0 to 263",
+            "input",
         ),
-        (torch.tensor([1, 2, 3, 4]), PLACES[:, :4], r"input has dtype torch.int64 and shape \(4,\)"),
-        (torch.tensor([[1, 2]]), torch.rand(1, 2), "positions has dtype"),
-        (torch.tensor([[1], [2], [3]]), torch.tensor([[0], [1]]), r"positions has shape \(2, 1\)"),
+        (torch.tensor([1, 2, 3, 4]), PLACES[:, :4], "input"),
+        (torch.tensor([[1, 2]]), torch.rand(1, 2), "positions"),
+        (torch.tensor([[1], [2], [3]]), torch.tensor([[0], [1]]), "positions"),
     ],
 )
-def test_what_is_no_tokens(tiny, tokens, places, message):
-    with pytest.raises(DataError, match=message):
+def test_what_is_no_tokens(tiny, tokens, places, argument):
+    with raises(DataError, argument):
         Model(tiny).encode(tokens, places)
 
 
@@ -122,9 +123,9 @@ def test_what_is_no_configuration(tiny):
     for config in ({"dropout_rate": 0.0}, SIGRegConfig()):
         with pytest.raises(OptionError, match=r"config=.* has no field dropout_rate; pass a ModelConfig"):
             Model(config)
-    with pytest.raises(OptionError, match="cannot be split into num_heads=3"):
+    with raises(OptionError, "embedding_dim"):
         Model(dataclasses.replace(tiny, num_heads=3))
-    with pytest.raises(OptionError, match="pad_mask='no'"):
+    with raises(OptionError, "pad_mask"):
         Model(tiny, pad_mask="no")
 
 
