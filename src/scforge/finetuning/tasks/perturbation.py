@@ -242,9 +242,9 @@ class Perturbation(Task):
         tokens, own = (torch.zeros(len(wanted), width, dtype=torch.int64) for _ in range(2))
         unknown: set[str] = set()
         for row, targets in enumerate(wanted):
-            for place, (target, gene) in enumerate(zip(targets, vocab.gene_indices(targets), strict=True)):
-                own[row, place] = numbers.get(target, 0)
-                tokens[row, place] = PAD_ID if gene < 0 else int(gene) + vocab.n_special
+            for position, (target, gene) in enumerate(zip(targets, vocab.gene_indices(targets), strict=True)):
+                own[row, position] = numbers.get(target, 0)
+                tokens[row, position] = PAD_ID if gene < 0 else int(gene) + vocab.n_special
                 if gene < 0 and target not in numbers:
                     unknown.add(target)
         if unknown:
@@ -280,8 +280,8 @@ class Perturbation(Task):
         for table in (self.gene_tables or {}).values():
             matched = torch.from_numpy(match_vectors(*read_table(table), vocab))
             # Genes without a vector are at the mean, which is zero after centering.
-            known = matched.isfinite().all(dim=1)
-            matched = torch.where(known[:, None], matched, matched[known].mean(dim=0))
+            has_vector = matched.isfinite().all(dim=1)
+            matched = torch.where(has_vector[:, None], matched, matched[has_vector].mean(dim=0))
             parts.append(gene_features(matched, vocab.n_special, MAX_FEATURES))
         return torch.cat(parts, dim=1)
 
@@ -420,7 +420,7 @@ class Perturbation(Task):
             check_known("contexts", name, controls, "the contexts with control cells", error=OptionError)
         if perturbations is not None:
             targets = self._targets_of("perturbations", check_names("perturbations", perturbations) or [])
-            return list(dict.fromkeys(Effect(some, context) for some in targets for context in contexts or controls))
+            return list(dict.fromkeys(Effect(group, context) for group in targets for context in contexts or controls))
         effects = [
             effect
             for effect in conditions.effects
@@ -596,10 +596,10 @@ class Perturbation(Task):
             predictions["no_change"] = np.zeros((len(effects), len(genes)))
         else:
             in_training = _measured_genes(context.train)
-            known = self._known(context, context.train, inputs)
-            predictions |= self._baselines(context, context.train, known, effects, inputs)
+            train_effects = self._known(context, context.train, inputs)
+            predictions |= self._baselines(context, context.train, train_effects, effects, inputs)
             genes = genes & in_training
-            trained = known.deltas[:, genes[in_training]], known.contexts
+            trained = train_effects.deltas[:, genes[in_training]], train_effects.contexts
         predictions = {name: deltas[:, genes] for name, deltas in predictions.items()}
         warn_of_few(len(effects))
         center, contexts = predictions.get("train_mean"), [effect.context for effect in effects]
@@ -670,7 +670,7 @@ class Perturbation(Task):
         effects = conditions.effects_in(rows)
         measured, *_ = measured_effects(cells, conditions, effects, rows)
         means = control_means(cells, conditions.control_rows(rows))
-        if elsewhere := {name: some for name, some in inputs.items() if name not in means}:
+        if elsewhere := {name: control_rows for name, control_rows in inputs.items() if name not in means}:
             means |= control_means(context.predictor.cells, elsewhere)
         controls = {name: mean[genes] for name, mean in means.items()}
         return KnownEffects(effects, measured.deltas[:, genes], controls, measured.n_cells)
