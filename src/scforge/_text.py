@@ -59,14 +59,14 @@ def without_formulas(table: pd.DataFrame) -> pd.DataFrame:
 
     Such text gets a ``'`` in front; numbers stay numbers, also as text.
     """
-    made = table.copy(deep=False)
-    for place, kind in enumerate(table.dtypes):
+    safe = table.copy(deep=False)
+    for column, kind in enumerate(table.dtypes):
         if kind.kind not in "biufcmM":
-            made.isetitem(place, table.iloc[:, place].astype(object).map(_no_formula, na_action="ignore"))
-    made.columns = table.columns.map(_no_formula)
+            safe.isetitem(column, table.iloc[:, column].astype(object).map(_no_formula, na_action="ignore"))
+    safe.columns = table.columns.map(_no_formula)
     if table.index.dtype.kind not in "biufcmM":
-        made.index = table.index.map(_no_formula)
-    return made
+        safe.index = table.index.map(_no_formula)
+    return safe
 
 
 def _no_formula(value: object) -> object:

@@ -106,16 +106,16 @@ def parse_yaml(text: str, *, where: str) -> tuple[Any, yaml.Node | None]:
         return loader.construct_document(root), root
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         reason = ", ".join(part for part in (error.context, error.problem) if part)
         reason += "".join(f"; {hint}" for problem, hint in _HINTS.items() if problem in reason)
     except yaml.reader.ReaderError as error:
-        place, reason = f", character {error.position + 1}", f"{error.reason}: #x{error.character:04x}"
+        position, reason = f", character {error.position + 1}", f"{error.reason}: #x{error.character:04x}"
     except RecursionError:
-        place, reason = "", "brackets or sections are nested too deeply"
+        position, reason = "", "brackets or sections are nested too deeply"
     except ValueError as error:
-        place, reason = "", str(error)
-    raise ConfigError(f"{where}{place} is not valid YAML: {' '.join(reason.split()).rstrip('.')}.")
+        position, reason = "", str(error)
+    raise ConfigError(f"{where}{position} is not valid YAML: {' '.join(reason.split()).rstrip('.')}.")
 
 
 def parse_toml(text: str, *, where: str) -> Any:

@@ -97,9 +97,9 @@ def select_genes(
     totals = row_sums(counts)
     # Genes are names without version or, with `within`, indices into it, in the order of their first column.
     keys = np.array([strip_version(name) for name in names]) if within is None else GeneMap.of(names, within).columns
-    known = np.ones(len(names), dtype=bool) if within is None else keys >= 0
+    in_vocab = np.ones(len(names), dtype=bool) if within is None else keys >= 0
     columns = np.full(len(names), -1, dtype=np.int64)
-    columns[known], genes = pd.factorize(keys[known])
+    columns[in_vocab], genes = pd.factorize(keys[in_vocab])
     if len(genes) < len(names):
         warn_summed(names, columns, names_place(gene_key))
         counts = sum_columns(counts, columns, len(genes))

@@ -195,7 +195,7 @@ class Benchmark(ABC):
         """
         if self.subject != "embedding":
             return None
-        made = as_array(made)
+        embedding = as_array(made)
         n_groups = self.n_units(reference)
         if n_groups is not None and n_groups < MIN_GROUPS:
             return None
@@ -206,7 +206,7 @@ class Benchmark(ABC):
             labels_key=getattr(self, "labels_key", None),
             groups_key=getattr(self, "groups_key", None),
         )
-        table = self._on_parts(made, reference, halves)
+        table = self._on_parts(embedding, reference, halves)
         if n_groups is None:
             return table
         n_drawn = n_groups // 2

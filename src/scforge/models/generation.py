@@ -40,8 +40,8 @@ def read_prompt(
     if prompt is not None:
         ids, values, mask = _tensors_of(prompt, n_cells)
     # Tokens come together, whatever the pattern of the padding.
-    place = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)
-    ids, values, mask = (part.gather(1, place) for part in (ids, values, mask))
+    order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)
+    ids, values, mask = (part.gather(1, order) for part in (ids, values, mask))
     if first_id is not None and not (ids.shape[1] and bool((ids[:, 0] == first_id).all())):
         ids, values = F.pad(ids, (1, 0), value=first_id), F.pad(values, (1, 0))
         mask = F.pad(mask, (1, 0), value=True)

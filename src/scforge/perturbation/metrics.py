@@ -280,7 +280,7 @@ def score_deltas(
         {
             "pearson_delta": _cosine(_centered(predicted), _centered(measured)),
             "pearson_delta_top20": _cosine(
-                *(_centered(np.take_along_axis(some, top, axis=1)) for some in (predicted, measured))
+                *(_centered(np.take_along_axis(deltas, top, axis=1)) for deltas in (predicted, measured))
             ),
             "cosine": _cosine(predicted, measured),
             "mse": np.square(error).mean(axis=1),

@@ -103,23 +103,23 @@ def _subject_of(
     cls = class_of("objective", objective, options, Objective, OBJECTIVES)  # type: ignore[type-abstract]
     cells = _cells()
     if cls is None:
-        made = cast(Objective, objective)
+        instance = cast(Objective, objective)
     else:
         check_options("objective option", cls.__name__, options, cls.option_names())
-        made = cls(**options | cls(**options).options_from(lambda key: column_of(cells.obs, key)))
+        instance = cls(**options | cls(**options).options_from(lambda key: column_of(cells.obs, key)))
     tokenizer_class = TOKENIZERS.get(tokenizer)
     vocab = cast(GeneVocab, cells.vocab).with_special_tokens(*tokenizer_class.special_tokens(tokenizer_options))
     cells = replace(cells, vocab=vocab)
     made_tokenizer = tokenizer_class(vocab, **tokenizer_options)
-    made.check(made_tokenizer)
-    made.check_architecture(MODELS.get(architecture))
-    known = option_names(architecture)
-    sizes: dict[str, Any] = {name: value for name, value in _SIZES.items() if known is None or name in known}
-    if "n_bins" in (known or ()) and (n_bins := getattr(made_tokenizer, "n_bins", None)) is not None:
+    instance.check(made_tokenizer)
+    instance.check_architecture(MODELS.get(architecture))
+    accepted = option_names(architecture)
+    sizes: dict[str, Any] = {name: value for name, value in _SIZES.items() if accepted is None or name in accepted}
+    if "n_bins" in (accepted or ()) and (n_bins := getattr(made_tokenizer, "n_bins", None)) is not None:
         sizes["n_bins"] = n_bins
     if architecture == "gene_pooling":
         sizes["pooling"] = "weighted_sum"  # as in the light encoder
-    sizes |= made.model_options() | model_options
+    sizes |= instance.model_options() | model_options
     config = ModelConfig(architecture=architecture, vocab_size=len(vocab), **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -130,8 +130,10 @@ def _subject_of(
         some.bind(cells, TRAIN_ROWS)
         return some
 
-    bound(made).initialize(module, cells.take(TRAIN_ROWS), made_tokenizer)
-    return Subject(made, module, made_tokenizer, cells, again=lambda: bound(type(made)(**saved_config(made))))
+    bound(instance).initialize(module, cells.take(TRAIN_ROWS), made_tokenizer)
+    return Subject(
+        instance, module, made_tokenizer, cells, again=lambda: bound(type(instance)(**saved_config(instance)))
+    )
 
 
 def _cells() -> CellSource:
@@ -248,10 +250,10 @@ def _rule_metrics(subject: Subject) -> None:
     with torch.no_grad():
         loss, metrics = subject.objective.loss(module, subject.prepare(ROWS))
         torch.manual_seed(0)
-        one, _ = subject.objective.loss(module, subject.prepare(ROWS))
+        first, _ = subject.objective.loss(module, subject.prepare(ROWS))
         torch.manual_seed(0)
         other, _ = subject.again().loss(module, subject.prepare(ROWS))
-    require(torch.equal(one, other), "the objective created from config() has a different loss.")
+    require(torch.equal(first, other), "the objective created from config() has a different loss.")
     means = {"loss": loss.double().numpy(), **{name: value.double().numpy() for name, value in metrics.items()}}
     logged = subject.objective.summarize(means)
     require("loss" in logged, "summarize() leaves out the loss.")

@@ -111,8 +111,8 @@ def check_tokenizer(tokenizer: str | type[Tokenizer] | Tokenizer, **options: Any
     >>> vocab = scforge.data.GeneVocab.from_genes(["CD3D", "LYZ", "MS4A1"])
     >>> check_tokenizer(scforge.tokenizers.get_tokenizer("binned_expression", vocab, n_bins=7))
     """
-    made = _make(tokenizer, options)
-    apply_rules(type(made).__name__, _RULES, made, _small_cells(made.vocab))
+    instance = _make(tokenizer, options)
+    apply_rules(type(instance).__name__, _RULES, instance, _small_cells(instance.vocab))
 
 
 def _make(tokenizer: str | type[Tokenizer] | Tokenizer, options: dict[str, Any]) -> Tokenizer:
@@ -169,9 +169,9 @@ def _rule_special_tokens(tokenizer: Tokenizer, cells: CellSource) -> None:
         token = vocab.cls_id if name == "CLS" else vocab.eos_id
         asked = bool(getattr(tokenizer, wanted))
         n_found = (ids == (-1 if token is None else token)).sum(dim=1)
-        place = "before" if name == "CLS" else "after"
+        position = "before" if name == "CLS" else "after"
         require((n_found == asked).all(), f"{wanted}={asked}, but a cell has {int(n_found.max())} {name} tokens.")
-        require(not asked or (there == token).all(), f"{name} is not {place} the genes.")
+        require(not asked or (there == token).all(), f"{name} is not {position} the genes.")
 
 
 def _rule_genes(tokenizer: Tokenizer, cells: CellSource) -> None:
@@ -186,19 +186,19 @@ def _rule_genes(tokenizer: Tokenizer, cells: CellSource) -> None:
             full or not len(missing), f"an expressed gene is not among the tokens of cell {row}, although it would fit."
         )
     half = np.arange(0, tokenizer.vocab.n_genes, 2)
-    some = _tokens_of(tokenizer, cells.counts[:, half], np.array(tokenizer.vocab.genes)[half])
+    part = _tokens_of(tokenizer, cells.counts[:, half], np.array(tokenizer.vocab.genes)[half])
     for row in range(len(cells)):
-        extra = np.setdiff1d(_genes_of(tokenizer, some, row), half)
+        extra = np.setdiff1d(_genes_of(tokenizer, part, row), half)
         require(not len(extra), "a gene that is not in the data is among the tokens.")
 
 
 def _rule_lengths(tokenizer: Tokenizer, cells: CellSource) -> None:
     batch = _tokens_of(tokenizer, cells)
-    lengths, told = batch["attention_mask"].sum(dim=1).numpy(), tokenizer.lengths(cells.n_expressed)
+    lengths, predicted = batch["attention_mask"].sum(dim=1).numpy(), tokenizer.lengths(cells.n_expressed)
     # A strategy that leaves some genes out can only tell how many tokens there may be.
-    wrong = lengths != told if _taken(tokenizer).all() else lengths > told
+    wrong = lengths != predicted if _taken(tokenizer).all() else lengths > predicted
     for row in np.flatnonzero(wrong)[:1]:
-        require(False, f"lengths() returns {told[row]} tokens for cell {row}, which has {lengths[row]} tokens.")
+        require(False, f"lengths() returns {predicted[row]} tokens for cell {row}, which has {lengths[row]} tokens.")
     most, limit = tokenizer.max_tokens(), tokenizer.max_len
     require(most == lengths[2], f"max_tokens() is {most}, but a cell with all genes has {lengths[2]} tokens.")
     require(limit is None or lengths.max() <= limit, f"a cell has {lengths.max()} tokens, but max_len={limit}.")
@@ -360,8 +360,8 @@ def _rule_masking(tokenizer: Tokenizer, cells: CellSource) -> None:
     require(torch.equal(hidden.any(dim=1), has_genes), "masking does not mask a token in every cell.")
     for key, tensor in cast(dict[str, torch.Tensor], masked).items():
         blank = tokenizer.vocab.mask_id if key == "input_ids" else 0
-        told = key not in _LABELS and key != "attention_mask" and (tensor[hidden] != blank).any()
-        require(not told, f"{key!r} still reveals masked tokens.")
+        reveals = key not in _LABELS and key != "attention_mask" and (tensor[hidden] != blank).any()
+        require(not reveals, f"{key!r} still reveals masked tokens.")
 
 
 _RULES: dict[str, Callable[[Tokenizer, CellSource], None]] = {
