@@ -62,8 +62,8 @@ def attention_between_genes(
             f"only the {len(used)} most widely expressed of {n_seen} genes are analyzed; raise max_genes to include "
             "more."
         )
-    position = np.full(len(tokenizer.vocab), -1, dtype=np.int64)
-    position[n_special + used] = np.arange(len(used))
+    positions = np.full(len(tokenizer.vocab), -1, dtype=np.int64)
+    positions[n_special + used] = np.arange(len(used))
     sums = np.zeros((len(used), len(used)), dtype=np.float32)
     numbers = np.zeros(sums.shape, dtype=np.int32)
     longest = int(tokenizer.lengths(cells.n_expressed).max())
@@ -71,7 +71,7 @@ def attention_between_genes(
     def add(batch: dict[str, torch.Tensor]) -> None:
         output = module(**batch, return_logits=False, output_attentions=True)
         weights = _over_heads(of_layer(output.attentions, layer), heads).float().cpu().numpy()
-        at = position[batch["input_ids"].cpu().numpy()]
+        at = positions[batch["input_ids"].cpu().numpy()]
         at[~batch["attention_mask"].cpu().numpy()] = -1
         at[~weights.any(axis=2)] = -1  # a token that had no room
         _add(weights, at, sums, numbers)

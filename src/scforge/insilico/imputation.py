@@ -79,10 +79,8 @@ def predict_uncounted(
     for rows, block, tokens in _batches(cells, tokenizer, objective, batch_size):
         counted = _counted(block, tokenizer)
         observed = torch.zeros(counted.shape, dtype=torch.float32)
-        cell, position = torch.nonzero(_are_genes(tokens, tokenizer), as_tuple=True)
-        observed[cell, tokens["input_ids"][cell, position] - tokenizer.vocab.n_special] = tokens["values"][
-            cell, position
-        ]
+        cell, column = torch.nonzero(_are_genes(tokens, tokenizer), as_tuple=True)
+        observed[cell, tokens["input_ids"][cell, column] - tokenizer.vocab.n_special] = tokens["values"][cell, column]
         values = observed
         for part in parts:
             asked = torch.zeros_like(counted)
@@ -209,8 +207,8 @@ def _predict(
     on_device = {name: tensor.to(device) for name, tensor in batch.items()}
     with evaluating(module), torch.inference_mode():
         raw = _values_of_tokens(module, on_device).float().cpu()
-    cell, position = torch.nonzero(genes >= 0, as_tuple=True)
-    values[cell, genes[cell, position]] = raw[cell, position].clamp(min=0)
+    cell, column = torch.nonzero(genes >= 0, as_tuple=True)
+    values[cell, genes[cell, column]] = raw[cell, column].clamp(min=0)
     return values
 
 

@@ -179,10 +179,8 @@ class Conditions:
 
     def rows(self, effect: Effect) -> np.ndarray:
         """Return the rows of the cells of an effect, or of the context's controls if it has no targets, int64."""
-        effects = [*self.effects, *(Effect((), context) for context in self.contexts)]
-        return (
-            np.flatnonzero(self.groups == effects.index(effect)) if effect in effects else np.empty(0, dtype=np.int64)
-        )
+        pairs = [*self.effects, *(Effect((), context) for context in self.contexts)]
+        return np.flatnonzero(self.groups == pairs.index(effect)) if effect in pairs else np.empty(0, dtype=np.int64)
 
     def control_rows(self, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """Return a mapping from context to its controls among `rows`, without contexts that have none."""

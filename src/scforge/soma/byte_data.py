@@ -123,9 +123,8 @@ def hold_out(documents: Sequence[Document], share: float, *, seed: int) -> tuple
     if cut < 1:
         raise OptionError("leaves no training bytes; pass more data, or validation_size=0.", validation_size=share)
     ends = [Document(document.name, longest[cut:]) for document in left if document.data == longest]
-    return [
-        Document(document.name, longest[:cut]) if document.data == longest else document for document in left
-    ], held_out + ends
+    left = [Document(document.name, longest[:cut]) if document.data == longest else document for document in left]
+    return left, held_out + ends
 
 
 class ByteBatches:
