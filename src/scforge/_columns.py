@@ -48,7 +48,7 @@ def text_of(value: Any) -> str | None:
     if isinstance(value, datetime.timedelta | np.timedelta64):
         return None if pd.isna(value) else str(pd.Timedelta(value)).removesuffix(" 00:00:00")
     if isinstance(value, numbers.Real | Decimal):
-        return _text_of_number(value)
+        return _number_text(value)
     if isinstance(value, np.datetime64):
         return text_of(pd.Timestamp(value))
     if isinstance(value, datetime.datetime):
@@ -63,7 +63,7 @@ def text_of(value: Any) -> str | None:
     raise TypeError(type(value).__name__)
 
 
-def _text_of_number(value: Any) -> str | None:
+def _number_text(value: Any) -> str | None:
     """Return a real number as text, or None for NaN."""
     if value != value:
         return None

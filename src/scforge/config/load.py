@@ -75,7 +75,7 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
 
 
-def _parts_of(content: Any) -> Iterable[Any] | None:
+def _parts(content: Any) -> Iterable[Any] | None:
     """Return the parts of a YAML node, or None for a scalar."""
     if isinstance(content, yaml.MappingNode):
         return chain.from_iterable(content.value)
@@ -102,7 +102,7 @@ def parse_yaml(text: str, *, where: str) -> tuple[Any, yaml.Node | None]:
         root = loader.get_single_node()
         if root is None:
             return None, None
-        check_plain(root, _parts_of, most=_MAX_PARTS)
+        check_plain(root, _parts, most=_MAX_PARTS)
         return loader.construct_document(root), root
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark

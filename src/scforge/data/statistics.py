@@ -111,7 +111,7 @@ def select_genes(
     chosen = _chosen(counts, totals, min_cells, n_top_genes, batches, kept)
     if within is None:
         return GeneVocab.from_genes([str(gene) for gene in genes[chosen]])
-    return _part_of(within, genes[chosen])
+    return _subset(within, genes[chosen])
 
 
 def variable_genes(
@@ -124,10 +124,10 @@ def variable_genes(
     assert cells.vocab is not None
     kept = kept_genes(keep_genes, cells.vocab, "the cells")
     batches = None if batch_key is None else texts_of(cells.column(batch_key), key=batch_key, argument="batch_key")
-    return _part_of(cells.vocab, _chosen(cells.counts, cells.totals, 3, n_top_genes, batches, kept))
+    return _subset(cells.vocab, _chosen(cells.counts, cells.totals, 3, n_top_genes, batches, kept))
 
 
-def _part_of(vocab: GeneVocab, genes: np.ndarray) -> GeneVocab:
+def _subset(vocab: GeneVocab, genes: np.ndarray) -> GeneVocab:
     release = vocab.release if vocab.chosen_from_data else f"{vocab.release}, {FROM_DATA}"
     return replace(vocab.subset(genes), release=release)
 

@@ -355,7 +355,7 @@ class _Store:
             self.genes = np.array(self.vocab.genes, dtype=object).astype(str)
             self.measured = measured.any(axis=0)
             self._has_all_counts, self.content_hash = info.counts_kept == 1.0, info.content_hash
-            self.totals = np.concatenate([self._totals_of(dataset) for dataset in self._datasets])
+            self.totals = np.concatenate([self._read_totals(dataset) for dataset in self._datasets])
             if not self.totals.all():  # in a store of an earlier version, missing chunks come as zeros
                 raise self._damaged(f"the column {TOTAL} of its cells contains zeros")
             for name, values in {TOTAL: self.totals, _CHECKSUMS: self.checksums}.items():
@@ -400,7 +400,7 @@ class _Store:
         lengths = np.diff(indptr)
         return matrix, lengths.astype(np.min_scalar_type(int(lengths.max(initial=0))))
 
-    def _totals_of(self, dataset: Any) -> np.ndarray:
+    def _read_totals(self, dataset: Any) -> np.ndarray:
         """Return the total of each cell, as 32-bit integers if they fit."""
         totals = self._read(dataset, "obs", TOTAL)
         fit = ((totals == np.floor(totals)) & (totals < 2**32)).all()

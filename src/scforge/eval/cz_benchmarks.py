@@ -89,7 +89,7 @@ def _made(name: str, adata: AnnData, keys: Mapping[str, str | None], *, layer: s
         return {"adata": cells, "pred_effect_operation": "difference"}
     labels = _column(adata, "labels_key", str(keys["labels_key"]))
     if name in TWO_ORGANISMS:
-        return _of_organisms(name, adata, labels, keys)
+        return _organism_fields(name, adata, labels, keys)
     if name == "batch_integration":
         return {"labels": labels, "batch_labels": _column(adata, "batch_key", str(keys["batch_key"]))}
     if name == "label_prediction":
@@ -117,7 +117,7 @@ def by_organism(organisms: pd.Series) -> dict[str, np.ndarray]:
     return {name: np.flatnonzero(names == name) for name in dict.fromkeys(names)}
 
 
-def _of_organisms(name: str, adata: AnnData, labels: pd.Series, keys: Mapping[str, str | None]) -> dict[str, Any]:
+def _organism_fields(name: str, adata: AnnData, labels: pd.Series, keys: Mapping[str, str | None]) -> dict[str, Any]:
     from czbenchmarks.datasets.types import Organism
 
     rows = by_organism(_column(adata, "organism_key", str(keys["organism_key"])))

@@ -286,7 +286,7 @@ def evaluate(
             report,
             name,
             benchmark,
-            {method: _of_rows(embedding, rows) for method, embedding in (embeddings | of_baselines).items()},
+            {method: _select_rows(embedding, rows) for method, embedding in (embeddings | of_baselines).items()},
             obs,
             kinds=kinds,
             seeds=seeds,
@@ -294,7 +294,7 @@ def evaluate(
             seconds=seconds or {},
             progress_bar=progress_bar,
         )
-    report.facts |= {"seeds": ", ".join(str(seed) for seed in seeds), "versions": _versions_of_packages()}
+    report.facts |= {"seeds": ", ".join(str(seed) for seed in seeds), "versions": _package_versions()}
     if key_added is not None:
         write_scores(adata, key_added, report.to_frame())
     return report
@@ -428,14 +428,14 @@ def _check_kinds(kinds: Mapping[str, Any]) -> None:
         check_choice(f"kinds[{method!r}]", kind, KINDS)
 
 
-def _of_rows(one: Any, rows: np.ndarray | None) -> Any:
+def _select_rows(embedding: Any, rows: np.ndarray | None) -> Any:
     """Return the given rows of an embedding, or of each run of a method."""
     if rows is None:
-        return one
-    return Replicates(run[rows] for run in one) if isinstance(one, Replicates) else one[rows]
+        return embedding
+    return Replicates(run[rows] for run in embedding) if isinstance(embedding, Replicates) else embedding[rows]
 
 
-def _versions_of_packages() -> str:
+def _package_versions() -> str:
     return ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
 
 

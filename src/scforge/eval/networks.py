@@ -226,7 +226,7 @@ def edges_from_perturbations(effects: pd.DataFrame | AnnData, *, tfs: Sequence[s
     if not isinstance(effects, pd.DataFrame):
         effects = _deltas(effects)
     elif "gene" in effects and "shift" in effects:
-        return _of_pairs(effects, tfs)
+        return _pair_residuals(effects, tfs)
     size = effects.abs().groupby(level=0, observed=True).max()
     return edges_from_matrix(size.to_numpy(), size.index, size.columns, tfs=tfs)
 
@@ -295,7 +295,7 @@ def _deltas(predicted: AnnData) -> pd.DataFrame:
     )
 
 
-def _of_pairs(table: pd.DataFrame, tfs: Sequence[str] | None) -> pd.DataFrame:
+def _pair_residuals(table: pd.DataFrame, tfs: Sequence[str] | None) -> pd.DataFrame:
     """Return the residuals of pair shifts from an additive model."""
     if "gene_2" not in table:
         raise DataError(
@@ -373,7 +373,7 @@ def read_network(
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
     if (source is None) != (target is None):
         raise OptionError(f"and target={target!r} must be given together; pass both, or neither.", source=source)
-    edges = pd.concat([_edges_of_file(Path(file), source, target) for file in paths], ignore_index=True)
+    edges = pd.concat([_read_edges(Path(file), source, target) for file in paths], ignore_index=True)
     best = {name: how for name, how in _BEST.items() if name in edges}
     if not best:
         return edges.drop_duplicates(ignore_index=True)
@@ -383,12 +383,12 @@ def read_network(
     return merged
 
 
-def _edges_of_file(path: Path, source: str | int | None, target: str | int | None) -> pd.DataFrame:
+def _read_edges(path: Path, source: str | int | None, target: str | int | None) -> pd.DataFrame:
     """Return the edges in a file unchanged."""
     if not path.is_file():
         raise MissingFileError("is not a file; pass the path of a network file.", path=str(path))
     try:
-        edges = _edges_of_table(_table(path, isinstance(source, int)), source, target)
+        edges = _parse_edges(_table(path, isinstance(source, int)), source, target)
     except (ValueError, OSError) as error:
         raise DataError(f"cannot be read as a network: {first_line(error)}.", path=str(path)) from error
     missing = (edges[["source", "target"]].isna() | (edges[["source", "target"]] == "")).any(axis=1)
@@ -414,7 +414,7 @@ def _table(path: Path, headless: bool) -> pd.DataFrame:
     return table.iloc[1:].set_axis(names.to_numpy(), axis=1).reset_index(drop=True)
 
 
-def _edges_of_table(table: pd.DataFrame, source: str | int | None, target: str | int | None) -> pd.DataFrame:
+def _parse_edges(table: pd.DataFrame, source: str | int | None, target: str | int | None) -> pd.DataFrame:
     """Return the edges of a table in the format that its columns indicate; see :func:`read_network`."""
     columns = {str(name).lower(): table[name] for name in table.columns}
 

@@ -202,7 +202,7 @@ def _some(rows: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
     return rows if len(rows) <= most else np.sort(rng.permutation(rows)[:most])
 
 
-def _mark_of(made: AnnData | PerturbedCells | pd.DataFrame | str) -> Any:
+def _fingerprint(made: AnnData | PerturbedCells | pd.DataFrame | str) -> Any:
     """Return a fingerprint of predicted or measured effects, or None if there is none."""
     if not isinstance(made, PerturbedCells):
         return mark_of(made)
@@ -365,7 +365,7 @@ class PerturbationPrediction(Benchmark):
         duplicate of an effect with fewer than two cells.
         """
         truth = self._reference(reference)
-        mark = _mark_of(made)
+        mark = _fingerprint(made)
         for its_mark, table in self._tables:
             if mark is not None and its_mark == mark:
                 return table
@@ -409,7 +409,7 @@ class PerturbationPrediction(Benchmark):
         return means[list(self.metrics)]
 
     def _reference(self, reference: AnnData | PerturbedCells) -> Reference:
-        mark = _mark_of(reference)
+        mark = _fingerprint(reference)
         if self._kept is None or mark is None or self._kept[:2] != (self.seed, mark):
             self._tables = []
             self._kept = (self.seed, mark, Reference(reference, self._train, self))
@@ -525,7 +525,7 @@ def evaluate_perturbations(
     keys = PerturbationKeys(perturbation_key, control, separator, context_key, layer)
     if isinstance(predictions, anndata.AnnData | pd.DataFrame):
         predictions = {"prediction": predictions}
-    named = {name: _effects_of_task(prediction, keys) for name, prediction in predictions.items()}
+    named = {name: _task_effects(prediction, keys) for name, prediction in predictions.items()}
     features = {} if gene_features is None else gene_features
     features = {"embedding": features} if isinstance(features, pd.DataFrame) else dict(features)
     if "pca" in features:
@@ -609,15 +609,21 @@ def evaluate_perturbations(
     return report
 
 
-def _effects_of_task(one: AnnData | pd.DataFrame, keys: PerturbationKeys) -> AnnData | pd.DataFrame:
+def _task_effects(prediction: AnnData | pd.DataFrame, keys: PerturbationKeys) -> AnnData | pd.DataFrame:
     """Return the effects if the input is a prediction of the perturbation task, otherwise the input."""
-    if isinstance(one, pd.DataFrame) or "predicted" not in one.uns.get(UNS_KEY, {}) or "delta" not in one.layers:
-        return one
-    labels = [one.obs["perturbation"].astype(str)]
+    if (
+        isinstance(prediction, pd.DataFrame)
+        or "predicted" not in prediction.uns.get(UNS_KEY, {})
+        or "delta" not in prediction.layers
+    ):
+        return prediction
+    labels = [prediction.obs["perturbation"].astype(str)]
     if keys.context is not None:
-        labels.append(one.obs["context"].astype(str))
+        labels.append(prediction.obs["context"].astype(str))
     index = pd.Index(labels[0]) if len(labels) == 1 else pd.MultiIndex.from_arrays(labels)
-    return pd.DataFrame(np.asarray(one.layers["delta"], dtype=np.float64), index=index, columns=one.var_names)
+    return pd.DataFrame(
+        np.asarray(prediction.layers["delta"], dtype=np.float64), index=index, columns=prediction.var_names
+    )
 
 
 def _common_genes(real: pd.Index, train: pd.Index, named: Mapping[str, Any]) -> tuple[pd.Index, list[str]]:

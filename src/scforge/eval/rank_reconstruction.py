@@ -106,7 +106,7 @@ class RankReconstruction(Benchmark):
             raise DataError(
                 f"there are {len(orders)} reconstructed and {len(true)} true gene orders; pass one of each per cell."
             )
-        return np.array([_of_cell(order, other) for order, other in zip(orders, true, strict=True)])
+        return np.array([_score_cell(order, other) for order, other in zip(orders, true, strict=True)])
 
 
 def ranking_baselines(train: np.ndarray, reference: np.ndarray, *, seed: int = 0) -> dict[str, np.ndarray]:
@@ -247,7 +247,7 @@ def _padded(rows: Sequence[np.ndarray], width: int) -> np.ndarray:
     return padded
 
 
-def _of_cell(made: np.ndarray, true: np.ndarray) -> np.ndarray:
+def _score_cell(made: np.ndarray, true: np.ndarray) -> np.ndarray:
     """Return edits, edits divided by length, both lengths, Spearman, n-gram matches and n-gram counts; (5 + 2 * 4,)."""
     edits = _edits(made, true)
     longest = max(len(made), len(true))

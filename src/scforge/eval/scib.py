@@ -281,7 +281,7 @@ class Scib(Benchmark):
         """Return the names of the computed metrics."""
         wanted = self._wanted()
         means = list(_MEANS) if self.batch_key is not None else ["bio"]
-        return (*means, *(name for name in (*_BIO, *_BATCH) if wanted[_group_of(name)]))
+        return (*means, *(name for name in (*_BIO, *_BATCH) if wanted[_group(name)]))
 
     def before_integration(self, components: pd.DataFrame) -> Scib:
         """Return a copy with coordinates before integration, or the benchmark itself if these are set or not used."""
@@ -473,6 +473,6 @@ def _drawn(labels: pd.Categorical, size: int, rng: np.random.Generator) -> np.nd
     return np.sort(order[rank < wanted[codes[order]]])
 
 
-def _group_of(name: str) -> str:
+def _group(name: str) -> str:
     """Return the name of the scib-metrics function that computes a score; two functions compute both NMI and ARI."""
     return _NAMES[name].removesuffix("_nmi").removesuffix("_ari")

@@ -239,12 +239,12 @@ class NameMap:
                         f"{first_line(error)}."
                     ) from error
                 used.update(names)
-        if missing := [self._name_of(name) for name in expected if name not in ours]:
+        if missing := [self._checkpoint_name(name) for name in expected if name not in ours]:
             raise ModelFileError(
                 f"{where} lacks the weights {listing(missing, most=3)}, which would be randomly initialized; use "
                 "a complete checkpoint."
             )
-        surplus = [self._name_of(name) for name in ours if name not in expected]
+        surplus = [self._checkpoint_name(name) for name in ours if name not in expected]
         if unknown := [*(name for name in tensors if name not in used), *surplus]:
             raise ModelFileError(
                 f"{where} contains weights that a {self.family} model with this config does not have: "
@@ -253,8 +253,8 @@ class NameMap:
         for name, shape in expected.items():
             if ours[name].shape != shape:
                 raise ModelFileError(
-                    f"the weight {self._name_of(name)!r} in {where} has shape {tuple(ours[name].shape)}, but its "
-                    f"config and vocabulary require {tuple(shape)}."
+                    f"the weight {self._checkpoint_name(name)!r} in {where} has shape {tuple(ours[name].shape)}, but "
+                    f"its config and vocabulary require {tuple(shape)}."
                 )
         return {name: ours[name] for name in expected}
 
@@ -268,7 +268,7 @@ class NameMap:
         """
         theirs: dict[str, torch.Tensor] = {}
         for name, tensor in ours.items():
-            rule, placeholders = self._rule_of(name)
+            rule, placeholders = self._find_rule(name)
             if rule is None:
                 raise ModelFileError(f"a {self.family} checkpoint has no weight for {name!r}.")
             parts = rule.transform.split(tensor)
@@ -288,16 +288,16 @@ class NameMap:
             names.update(dropped)
         return names
 
-    def _rule_of(self, target: str) -> tuple[Rule | None, dict[str, str]]:
+    def _find_rule(self, target: str) -> tuple[Rule | None, dict[str, str]]:
         """Return the rule for an scforge weight, and the values of its placeholders."""
         for rule in self.rules:
             if (match := _compiled(rule.target).fullmatch(target)) is not None:
                 return rule, match.groupdict()
         return None, {}
 
-    def _name_of(self, target: str) -> str:
+    def _checkpoint_name(self, target: str) -> str:
         """Return the checkpoint name of an scforge weight."""
-        rule, placeholders = self._rule_of(target)
+        rule, placeholders = self._find_rule(target)
         return target if rule is None else rule.sources[0].format(**placeholders)
 
 

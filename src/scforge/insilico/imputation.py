@@ -206,13 +206,13 @@ def _predict(
     device = next(module.parameters()).device
     on_device = {name: tensor.to(device) for name, tensor in batch.items()}
     with evaluating(module), torch.inference_mode():
-        raw = _values_of_tokens(module, on_device).float().cpu()
+        raw = _token_values(module, on_device).float().cpu()
     cell, column = torch.nonzero(genes >= 0, as_tuple=True)
     values[cell, genes[cell, column]] = raw[cell, column].clamp(min=0)
     return values
 
 
-def _values_of_tokens(module: nn.Module, batch: _Batch) -> torch.Tensor:
+def _token_values(module: nn.Module, batch: _Batch) -> torch.Tensor:
     """Return the value that the module predicts for each token, (B, W); for bins, the expected value."""
     head = getattr(module, "expression_head", None)
     if "masked_values" in batch:

@@ -338,7 +338,7 @@ def with_counts(block: CellBlock, genes_bk: np.ndarray, counts_bk: np.ndarray) -
     cells, genes = cell_bk.ravel()[new], genes_bk.ravel()[new]
     new = new[np.lexsort((genes, cells))]
     places = place_bk.ravel()[new]
-    cell_of = np.insert(_cell_of(block), places, cell_bk.ravel()[new])
+    cell_of = np.insert(_entry_cells(block), places, cell_bk.ravel()[new])
     genes = np.insert(block.genes, places, genes_bk.ravel()[new].astype(np.int32))
     counts = np.insert(counts, places, counts_bk.ravel()[new].astype(np.float32))
     kept = counts > 0
@@ -362,7 +362,7 @@ def usual_shares(cells: CellSource) -> np.ndarray:
     return shares.median().reindex(range(cells.counts.shape[1])).to_numpy()
 
 
-def _cell_of(block: CellBlock) -> np.ndarray:
+def _entry_cells(block: CellBlock) -> np.ndarray:
     return np.repeat(np.arange(len(block)), np.diff(block.indptr))
 
 
@@ -370,7 +370,7 @@ def _find(block: CellBlock, genes_bk: np.ndarray) -> tuple[np.ndarray, np.ndarra
     """Return whether genes have an entry, bool (B, K), and the position where it is or would be, int64 (B, K)."""
     # Entries ascend by gene within a cell, so that cell and gene as one number ascend over the block.
     n_genes = 1 + max(int(block.genes.max(initial=0)), int(genes_bk.max(initial=0)))
-    keys = _cell_of(block) * np.int64(n_genes) + block.genes
+    keys = _entry_cells(block) * np.int64(n_genes) + block.genes
     wanted_bk = np.arange(len(block))[:, None] * np.int64(n_genes) + genes_bk
     place_bk = np.searchsorted(keys, wanted_bk)
     return np.append(keys, -1)[place_bk] == wanted_bk, place_bk

@@ -72,7 +72,7 @@ def metrics(
     import matplotlib.pyplot as plt
     from matplotlib.lines import Line2D
 
-    frame = _of_benchmark(report, benchmark)
+    frame = _select_benchmark(report, benchmark)
     choices = list(dict.fromkeys(frame["metric"]))
     chosen = choices if metrics is None else [metrics] if isinstance(metrics, str) else list(metrics)
     for name in chosen:
@@ -106,7 +106,7 @@ def metrics(
     return axes
 
 
-def _of_benchmark(report: Any, benchmark: str | None) -> pd.DataFrame:
+def _select_benchmark(report: Any, benchmark: str | None) -> pd.DataFrame:
     """Return the scores of a benchmark. If None, uses the only benchmark."""
     frame = check_columns("report", report, ("method", "metric", "value"))
     if "benchmark" not in frame:
@@ -222,7 +222,7 @@ def scores_by_method(report: Any, benchmark: str | None) -> tuple[pd.DataFrame, 
     """Return a table with one row per method and one column per metric, and the kind of each method."""
     frame = check_columns("report", report, ())
     if "metric" in frame or "value" in frame:
-        frame = _of_benchmark(frame, benchmark)
+        frame = _select_benchmark(frame, benchmark)
         kinds = dict(zip(frame["method"], frame["kind"], strict=True)) if "kind" in frame else {}
         wide = frame.pivot_table(index="method", columns="metric", values="value", sort=False, dropna=False)
         return wide[list(dict.fromkeys(frame["metric"]))], kinds

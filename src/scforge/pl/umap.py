@@ -176,7 +176,7 @@ def integration(
     titles = dict(obsm_keys) if isinstance(obsm_keys, Mapping) else {key: key for key in obsm_keys}
     for key in titles:
         check_known("obsm_keys", key, adata.obsm, "adata.obsm")
-    scores = _totals_of(adata, list(titles), report, benchmark)
+    scores = _totals(adata, list(titles), report, benchmark)
     # UMAPs stay in a copy.
     work = AnnData(obs=pd.DataFrame(obs, index=adata.obs_names), obsm={key: adata.obsm[key] for key in titles})
     axes = embeddings(work, titles, color=[batch_key, labels_key], n_neighbors=n_neighbors, seed=seed, axes=axes)
@@ -195,7 +195,7 @@ def integration(
     return axes
 
 
-def _totals_of(adata: AnnData, obsm_keys: list[str], report: Any, benchmark: str | None) -> dict[str, dict[str, float]]:
+def _totals(adata: AnnData, obsm_keys: list[str], report: Any, benchmark: str | None) -> dict[str, dict[str, float]]:
     """Return the scIB totals of each embedding that has any, from a report or that in ``uns``."""
     given = adata.uns.get(UNS_KEY, {}).get("report") if report is None else report
     if given is None:

@@ -94,7 +94,7 @@ def read_groups(
 ) -> list[list[Document]]:
     """Read the documents of each group of files; see :func:`read_documents`."""
     check_choice("kind", kind, KINDS)
-    kinds = [[(path, _kind_of(path, kind)) for path in _paths(files)] for files in groups]
+    kinds = [[(path, _detect_kind(path, kind)) for path in _paths(files)] for files in groups]
     there = {this for group in kinds for _, this in group}
     columns = {"gene_column": gene_column, "text_column": text_column}
     for option, value in {"field": field, **columns}.items():
@@ -117,7 +117,7 @@ def _paths(files: Files) -> list[Path]:
     return paths
 
 
-def _kind_of(path: Path, kind: str) -> str:
+def _detect_kind(path: Path, kind: str) -> str:
     if kind != "auto":
         return kind
     return "fasta" if _suffix(path) in _FASTA else "table" if _suffix(path) in _DELIMITERS else "bytes"

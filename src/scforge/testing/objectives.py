@@ -88,11 +88,11 @@ def check_objective(
     >>> check_objective("joint_embedding")
     >>> check_objective("masked_gene_prediction", architecture="transformer_encoder", tokenizer="rank_value")
     """
-    subject = _subject_of(objective, options, architecture, tokenizer, model_options or {}, tokenizer_options or {})
+    subject = _make_subject(objective, options, architecture, tokenizer, model_options or {}, tokenizer_options or {})
     apply_rules(type(subject.objective).__name__, _RULES, subject)
 
 
-def _subject_of(
+def _make_subject(
     objective: str | type[Objective] | Objective,
     options: dict[str, Any],
     architecture: str,

@@ -184,7 +184,7 @@ class Perturbation(Task):
             )
         named = self.heldout_contexts
         if not by_context and self.heldout is not None:
-            named = [self._keys.label(targets) for targets in self._targets_of("heldout", self.heldout)]
+            named = [self._keys.label(targets) for targets in self._parse_targets("heldout", self.heldout)]
         vocab = self.vocab
         return hold_out(
             self.conditions(column),
@@ -197,7 +197,7 @@ class Perturbation(Task):
             seed=seed,
         )
 
-    def _targets_of(self, argument: str, names: Sequence[str]) -> list[tuple[str, ...]]:
+    def _parse_targets(self, argument: str, names: Sequence[str]) -> list[tuple[str, ...]]:
         """Return the targets of the given perturbations."""
         targets = [self._keys.targets(name) for name in names]
         if () in targets:
@@ -419,7 +419,7 @@ class Perturbation(Task):
         for name in contexts or ():
             check_known("contexts", name, controls, "the contexts with control cells", error=OptionError)
         if perturbations is not None:
-            targets = self._targets_of("perturbations", check_names("perturbations", perturbations) or [])
+            targets = self._parse_targets("perturbations", check_names("perturbations", perturbations) or [])
             return list(dict.fromkeys(Effect(group, context) for group in targets for context in contexts or controls))
         effects = [
             effect

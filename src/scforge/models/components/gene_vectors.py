@@ -189,17 +189,17 @@ def token_embedding(vocab_size: int, hidden_dim: int, gene_vectors: Mapping[str,
     """Return a token embedding, plain or with pretrained vectors: the arguments of :class:`GeneVectorEmbedding`."""
     if gene_vectors is None:
         return nn.Embedding(vocab_size, hidden_dim, padding_idx=PAD_ID)
-    return _of_vectors(GeneVectorEmbedding, vocab_size, hidden_dim, gene_vectors)
+    return _build(GeneVectorEmbedding, vocab_size, hidden_dim, gene_vectors)
 
 
 def token_bag(vocab_size: int, hidden_dim: int, gene_vectors: Mapping[str, Any] | None = None) -> nn.Module:
     """Return a module for weighted sums of token embeddings; for the parameters, see :func:`token_embedding`."""
     if gene_vectors is None:
         return nn.EmbeddingBag(vocab_size, hidden_dim, mode="sum", padding_idx=PAD_ID)
-    return _of_vectors(GeneVectorBag, vocab_size, hidden_dim, gene_vectors)
+    return _build(GeneVectorBag, vocab_size, hidden_dim, gene_vectors)
 
 
-def _of_vectors[E: GeneVectorEmbedding](
+def _build[E: GeneVectorEmbedding](
     cls: type[E], vocab_size: int, hidden_dim: int, gene_vectors: Mapping[str, Any]
 ) -> E:
     if not isinstance(gene_vectors, Mapping) or not {"dim", "learned"} <= set(gene_vectors):
