@@ -717,14 +717,14 @@ def left_by_swap(path: Path) -> list[Path]:
         return []
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, other: Path) -> bool:
     """Exchange the names of two folders, and return whether the system supports it, like Linux on most local disks."""
     import ctypes
 
     if os.name != "posix" or not hasattr(libc := ctypes.CDLL(None), "renameat2"):
         return False
     here, exchange = -100, 2
-    return libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+    return libc.renameat2(here, os.fsencode(first), here, os.fsencode(other), exchange) == 0
 
 
 def sha256_of(path: str | os.PathLike[str]) -> str:

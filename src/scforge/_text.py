@@ -27,7 +27,7 @@ def printable(text: object) -> str:
     >>> printable("T cell\x1b[31m")
     'T cell\\x1b[31m'
     """
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], str(text))
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], str(text))
 
 
 def markdown(text: object) -> str:
@@ -39,7 +39,7 @@ def markdown(text: object) -> str:
     CD4&#124;CD8 &lt;b> CD14_Mono \*\[x\](http://host)\*
     """
     line = _ENTITY.sub("&amp;", _LINES.sub(" ", str(text)))
-    line = _MARKS.sub(lambda found: "".join(rf"\{mark}" for mark in found[0]), line)
+    line = _MARKS.sub(lambda match: "".join(rf"\{mark}" for mark in match[0]), line)
     return _START.sub(r"\1\\\2", line).replace("|", "&#124;").replace("<", "&lt;")
 
 

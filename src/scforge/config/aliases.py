@@ -351,10 +351,10 @@ def _sentence(detail: ErrorDetails, schema: type[BaseModel]) -> str:
     return f"{option} {words}"
 
 
-def _nearest(word: str, known: list[str]) -> str | None:
+def _nearest(word: str, names: list[str]) -> str | None:
     # "bf16" is meant as the usual "bf16-mixed", though "bf16-true" shares a larger part of its letters.
-    longer = [name for name in known if word and name.startswith(word)]
-    return next(iter(longer or difflib.get_close_matches(word.lower(), known, n=1)), None)
+    longer = [name for name in names if word and name.startswith(word)]
+    return next(iter(longer or difflib.get_close_matches(word.lower(), names, n=1)), None)
 
 
 def _hint(suggestion: str | None) -> str:

@@ -628,5 +628,5 @@ def overlap_report(
     )
 
 
-def _part(some: int, whole: int, what: str) -> str:
-    return f"{some:,} of {whole:,} ({some / whole:.1%}) {what}"
+def _part(number: int, whole: int, what: str) -> str:
+    return f"{number:,} of {whole:,} ({number / whole:.1%}) {what}"

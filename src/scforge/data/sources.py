@@ -314,20 +314,20 @@ def open_cells(
 
 
 def _open_store(
-    place: str | os.PathLike[str], vocab: GeneVocab | None, options: Mapping[str, Any] | None, on_disk: dict[str, Any]
+    store: str | os.PathLike[str], vocab: GeneVocab | None, options: Mapping[str, Any] | None, on_disk: dict[str, Any]
 ) -> Cells:
     from scforge.data.store import StoreCells
 
-    cells = StoreCells.open(place, vocab, storage_options=options, **on_disk)
-    logger.info("Opened %s: %s cells.", redacted(os.fspath(place)), f"{len(cells):,}")
+    cells = StoreCells.open(store, vocab, storage_options=options, **on_disk)
+    logger.info("Opened %s: %s cells.", redacted(os.fspath(store)), f"{len(cells):,}")
     return cells
 
 
-def _check_unused(place: str, **options: Any) -> None:
+def _check_unused(store: str, **options: Any) -> None:
     for name, value in options.items():
         if value is not None:
             raise OptionError(
-                f"has no effect, because {name} is set when {place} is created; omit {name}.",
+                f"has no effect, because {name} is set when {store} is created; omit {name}.",
                 argument=name,
                 value=value,
             )

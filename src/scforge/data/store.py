@@ -152,7 +152,7 @@ class StoreInfo:
         return cls._of(_attributes(path, storage_options), repr(os.fspath(path)))
 
     @classmethod
-    def _of(cls, attributes: Mapping[str, Any], place: str) -> StoreInfo:
+    def _of(cls, attributes: Mapping[str, Any], where: str) -> StoreInfo:
         content = attributes.get(STORE_KEY)
         if not isinstance(content, dict):
             problem = "is a folder but not a store; pass a folder that was written by scforge convert"
@@ -161,15 +161,15 @@ class StoreInfo:
                 problem = "is an AnnData, not a store; create a store with scforge convert SOURCE -o STORE"
             elif kind == _ENCODING["encoding-type"]:
                 problem = "is an annbatch collection from another program; convert its data with scforge convert"
-            raise DataError(f"{place} {problem}.")
+            raise DataError(f"{where} {problem}.")
         if content.get("format") != _FORMAT:
-            raise DataError(f"{place} has format {content.get('format')!r} of a later scforge version; update scforge.")
+            raise DataError(f"{where} has format {content.get('format')!r} of a later scforge version; update scforge.")
         try:
             return cls(**content)
         except ValidationError as error:
             wrong = error.errors(include_url=False)[0]
             raise DataError(
-                f"{place} is a corrupted store: {'.'.join(map(str, wrong['loc']))!r} in its metadata is invalid "
+                f"{where} is a corrupted store: {'.'.join(map(str, wrong['loc']))!r} in its metadata is invalid "
                 f"({wrong['msg']}); convert the data again."
             ) from error
 

@@ -286,29 +286,31 @@ def _halves(n_cells: int, n: int, rng: np.random.Generator) -> np.ndarray:
     return (rng.random((n, n_cells)).argsort(axis=1) < n_cells // 2).astype(np.float64)
 
 
-def _kernels(made: np.ndarray, real: np.ndarray) -> tuple[np.ndarray, ...]:
+def _kernels(generated: np.ndarray, real: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return Gaussian kernels with the median distance between real cells as bandwidth."""
     from sklearn.metrics.pairwise import euclidean_distances, rbf_kernel
 
     width = float(np.median(euclidean_distances(real, squared=True)[np.triu_indices(len(real), 1)]))
     if width == 0:
         raise DataError("more than half of the real cells have identical expression; use other cells.")
-    return tuple(rbf_kernel(*pair, gamma=1 / (2 * width)) for pair in ((made, made), (real, real), (made, real)))
+    return tuple(
+        rbf_kernel(*pair, gamma=1 / (2 * width)) for pair in ((generated, generated), (real, real), (generated, real))
+    )
 
 
-def _told_apart(made: sparse.csr_matrix, real: sparse.csr_matrix, n_comps: int, seed: int) -> np.ndarray:
+def _told_apart(generated: sparse.csr_matrix, real: sparse.csr_matrix, n_comps: int, seed: int) -> np.ndarray:
     """Return the probability that held-out cells are real according to trees, generated cells first, shape (2 N,)."""
     from sklearn.ensemble import ExtraTreesClassifier
     from sklearn.model_selection import StratifiedKFold, cross_val_predict
 
-    cells = sparse.vstack([made, real], format="csr")
+    cells = sparse.vstack([generated, real], format="csr")
     # Components of one side would lie nearer to its own cells, which alone would tell them.
     pca = principal_components(cells, n_comps, seed)
     places = np.asarray(pca.transform(cells), dtype=np.float64)
     lengths = np.asarray(cells.power(2).sum(axis=1)).ravel() - 2 * (cells @ pca.mean_) + pca.mean_ @ pca.mean_
     away = np.sqrt(np.maximum(lengths - (places**2).sum(axis=1), 0.0))
     seen = np.column_stack([places, away, np.diff(cells.indptr)])
-    truth = np.repeat([False, True], [made.shape[0], real.shape[0]])
+    truth = np.repeat([False, True], [generated.shape[0], real.shape[0]])
     folds = StratifiedKFold(5, shuffle=True, random_state=seed)
     trees = ExtraTreesClassifier(50, random_state=seed)
     return cross_val_predict(trees, seen, truth, cv=folds, method="predict_proba")[:, 1]
@@ -489,12 +491,12 @@ def _mean(matrix: np.ndarray | sparse.csr_matrix, rows: np.ndarray) -> np.ndarra
     return np.asarray(matrix[rows].mean(axis=0), dtype=np.float64).ravel()
 
 
-def _same_rows(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+def _same_rows(first: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Return which rows are equal up to a factor; short rows, which match by chance, must be exactly equal."""
-    if one.shape[1] < 3:
-        return np.isclose(one, other, rtol=_SAME, atol=0).all(axis=1) & one.any(axis=1)
-    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-    return ((one * other).sum(axis=1) > (1 - _SAME**2) * lengths) & (lengths > 0) & np.isfinite(lengths)
+    if first.shape[1] < 3:
+        return np.isclose(first, other, rtol=_SAME, atol=0).all(axis=1) & first.any(axis=1)
+    lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(other, axis=1)
+    return ((first * other).sum(axis=1) > (1 - _SAME**2) * lengths) & (lengths > 0) & np.isfinite(lengths)
 
 
 def _same_columns(ours: np.ndarray, means: np.ndarray) -> bool:

@@ -255,14 +255,14 @@ def edges_of(
     )
 
 
-def _chosen(argument: str, names: Sequence[str] | None, known: pd.Index) -> np.ndarray:
+def _chosen(argument: str, names: Sequence[str] | None, available: pd.Index) -> np.ndarray:
     """Return the positions of names among the known names, without unknown names."""
     if names is None:
-        return np.arange(len(known))
+        return np.arange(len(available))
     asked = pd.Index(names).astype(str).unique()
-    places = known.get_indexer(asked)
+    places = available.get_indexer(asked)
     if not (places >= 0).any():
-        measured = f"{len(known)} genes ({listing(known, most=3)})"
+        measured = f"{len(available)} genes ({listing(available, most=3)})"
         raise DataError(
             f"({listing(asked, most=3)}) has no overlap with the {measured}; use the same gene ids.",
             argument=argument,

@@ -135,10 +135,10 @@ class Reference:
         self.center: np.ndarray | None = None
         if train is not None:
             starts = PerturbedCells.read(train, keys, argument="train").over(cells.genes, argument="train")
-            trained = known_effects(starts, set(self.contexts))
-            self.controls = dict(trained.controls)
-            self.trained = trained.deltas, trained.contexts
-            self.center = np.array([trained.mean(context) for context in self.contexts])
+            train_effects = known_effects(starts, set(self.contexts))
+            self.controls = dict(train_effects.controls)
+            self.trained = train_effects.deltas, train_effects.contexts
+            self.center = np.array([train_effects.mean(context) for context in self.contexts])
             self.base = pd.DataFrame(self.center, index=keys.index(cells.effects), columns=cells.genes)
         self.space = CellSpace(starts.expression, n_comps=benchmark.n_comps, seed=self.seed)
         self.coordinates = self.space.cells(cells.expression)
@@ -415,16 +415,16 @@ class PerturbationPrediction(Benchmark):
             self._kept = (self.seed, mark, Reference(reference, self._train, self))
         return self._kept[2]
 
-    def _predicted(self, made: Any, known: Reference) -> tuple[np.ndarray, PerturbedCells | None]:
+    def _predicted(self, made: Any, truth: Reference) -> tuple[np.ndarray, PerturbedCells | None]:
         """Return predicted effects in the order of the measured effects, shape (Q, G), and predicted cells, if any."""
         cells = None
         if isinstance(made, pd.DataFrame):
             number = {effect: row for row, effect in enumerate(self.keys.effects(made))}
         else:
             cells = PerturbedCells.read(made, self.keys, argument="predictions", made=True)
-            cells = cells.over(known.cells.genes, argument="predictions")
+            cells = cells.over(truth.cells.genes, argument="predictions")
             number = {effect: row for row, effect in enumerate(cells.effects)}
-        effects = known.cells.effects
+        effects = truth.cells.effects
         if without := [effect for effect in effects if effect not in number]:
             names = listing(self.keys.titles(without), most=5)
             raise DataError(
@@ -433,11 +433,11 @@ class PerturbationPrediction(Benchmark):
             )
         rows = [number[effect] for effect in effects]
         if cells is None:
-            columns = columns_of(made.columns, known.cells.genes, "predictions")
+            columns = columns_of(made.columns, truth.cells.genes, "predictions")
             return made.to_numpy(dtype=np.float64)[np.ix_(rows, columns)], None
         groups = cells.moments()
         controls = [
-            groups.mean[own] if groups.n[own] else known.controls[effect.context]
+            groups.mean[own] if groups.n[own] else truth.controls[effect.context]
             for own, effect in zip(cells.controls[rows], effects, strict=True)
         ]
         return groups.mean[rows] - np.array(controls), cells
@@ -661,17 +661,17 @@ def _checked_cells(
     return cells
 
 
-def _check_scale(one: sparse.csr_matrix, real: sparse.csr_matrix, what: str, *, profiles: bool = False) -> None:
+def _check_scale(predicted: sparse.csr_matrix, real: sparse.csr_matrix, what: str, *, profiles: bool = False) -> None:
     """Raise an error if the scale of the cells over the shared genes differs from that of the measured cells."""
-    if difference := scale_difference(one, real, profiles=profiles):
+    if difference := scale_difference(predicted, real, profiles=profiles):
         raise DataError(f"{what} have {difference}; scale both to 10,000, or pass counts of all genes.")
 
 
 def _check_effects(
-    benchmark: PerturbationPrediction, name: str, one: PerturbedCells | pd.DataFrame, real: PerturbedCells
+    benchmark: PerturbationPrediction, name: str, prediction: PerturbedCells | pd.DataFrame, real: PerturbedCells
 ) -> None:
     """Raise an error if predicted effects equal the measured effects."""
-    predicted, measured = (table.to_numpy() for table in benchmark.deltas(one, real))
+    predicted, measured = (table.to_numpy() for table in benchmark.deltas(prediction, real))
     size = np.abs(measured).max(axis=1)
     same = (np.abs(predicted - measured).max(axis=1) <= 1e-4 * size) & (size > 0)
     if same.any():

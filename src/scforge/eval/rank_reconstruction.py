@@ -292,14 +292,14 @@ def _spearman(made: np.ndarray, true: np.ndarray) -> float:
 
 
 @numba.njit(cache=True)
-def _edits(one: np.ndarray, other: np.ndarray) -> int:
+def _edits(first: np.ndarray, other: np.ndarray) -> int:
     """Return the Levenshtein distance, computed one row of the table at a time."""
     row = np.arange(len(other) + 1)
-    for i in range(len(one)):
+    for i in range(len(first)):
         corner = row[0]
         row[0] = i + 1
         for j in range(len(other)):
             above = row[j + 1]
-            row[j + 1] = min(above + 1, row[j] + 1, corner + (one[i] != other[j]))
+            row[j + 1] = min(above + 1, row[j] + 1, corner + (first[i] != other[j]))
             corner = above
     return row[len(other)]

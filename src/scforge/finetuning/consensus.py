@@ -209,8 +209,8 @@ class _Heads:
         truth = classes[np.concatenate([held_out for _, held_out in folds])]
         of_cells = balanced_weights(truth, n_classes)[truth]
 
-        def loss(found: np.ndarray) -> float:
-            normalized = np.log(probabilities_of(found))
+        def loss(logits: np.ndarray) -> float:
+            normalized = np.log(probabilities_of(logits))
             return float(-(of_cells * normalized[np.arange(len(truth)), truth]).mean())
 
         for (name, view), strength in product(features.items(), _STRENGTHS):

@@ -295,9 +295,9 @@ def score_deltas(
     )
 
 
-def _cosine(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-    return np.divide((one * other).sum(axis=1), lengths, out=np.zeros(len(one)), where=lengths > 0)
+def _cosine(first: np.ndarray, other: np.ndarray) -> np.ndarray:
+    lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(other, axis=1)
+    return np.divide((first * other).sum(axis=1), lengths, out=np.zeros(len(first)), where=lengths > 0)
 
 
 def _centered(values: np.ndarray) -> np.ndarray:

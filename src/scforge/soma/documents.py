@@ -169,7 +169,7 @@ def _rows(path: Path, delimiter: str, columns: dict[str, str]) -> list[Document]
             problem = twice if column in header else f"not in {str(path)!r}{did_you_mean(column, header)}"
             raise DataError(f"is {problem} (columns: {listing(header)}).", argument=option, value=column)
     table = (
-        table.iloc[1:].set_axis(header, axis=1)[list(columns.values())].fillna("").apply(lambda one: one.str.strip())
+        table.iloc[1:].set_axis(header, axis=1)[list(columns.values())].fillna("").apply(lambda col: col.str.strip())
     )
     if (empty := np.argwhere(table.to_numpy() == "")).size:
         row, column = empty[0]

@@ -125,10 +125,10 @@ def _make_subject(
         torch.default_generator.manual_seed(0)
         module = get_model(architecture, config)
 
-    def bound(some: Objective) -> Objective:
-        some.learn_from(module)
-        some.bind(cells, TRAIN_ROWS)
-        return some
+    def bound(created: Objective) -> Objective:
+        created.learn_from(module)
+        created.bind(cells, TRAIN_ROWS)
+        return created
 
     bound(instance).initialize(module, cells.take(TRAIN_ROWS), made_tokenizer)
     return Subject(
@@ -152,15 +152,15 @@ def _cells() -> CellSource:
     return CellSource(sparse.csr_matrix(counts), counts.sum(axis=1), vocab=vocab, obs=obs)
 
 
-def _require_same(one: Batch, two: Batch, sentence: str) -> None:
-    require(set(one) == set(two), f"{sentence} (keys: {sorted(one)} and {sorted(two)}).")
-    for name in one:
-        require(_equal(one[name], two[name]), f"{sentence} ({name!r} differs).")
+def _require_same(first: Batch, second: Batch, sentence: str) -> None:
+    require(set(first) == set(second), f"{sentence} (keys: {sorted(first)} and {sorted(second)}).")
+    for name in first:
+        require(_equal(first[name], second[name]), f"{sentence} ({name!r} differs).")
 
 
-def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
+def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors are equal; NaN, e.g. for a missing label, equals NaN."""
-    return torch.equal(one.isnan(), two.isnan()) and torch.equal(one.nan_to_num(), two.nan_to_num())
+    return torch.equal(first.isnan(), second.isnan()) and torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
 def _rule_config(subject: Subject) -> None:

@@ -64,11 +64,11 @@ def _all_cells(cells: CellSource) -> CellBlock:
     return cells.block(np.arange(len(cells)))
 
 
-def _require_same(one: Batch, two: Batch, sentence: str) -> None:
+def _require_same(first: Batch, second: Batch, sentence: str) -> None:
     """Raise an error if two batches are not equal up to padding."""
-    require(set(one) == set(two), f"{sentence} (keys: {sorted(one)} and {sorted(two)}).")
-    for key in one:
-        pair = [batch[key] for batch in (one, two)]
+    require(set(first) == set(second), f"{sentence} (keys: {sorted(first)} and {sorted(second)}).")
+    for key in first:
+        pair = [batch[key] for batch in (first, second)]
         width = max(tensor.shape[1] for tensor in pair)
         a, b = (torch.nn.functional.pad(tensor, (0, width - tensor.shape[1])) for tensor in pair)
         differs = (a != b).any(dim=1)

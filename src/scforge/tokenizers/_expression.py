@@ -318,7 +318,7 @@ def ranked(
 
 
 @numba.njit(cache=True, nogil=True)
-def _rank(indptr, genes, amounts, weights, values, n_special, longest, out_indptr, ids, told):
+def _rank(indptr, genes, amounts, weights, values, n_special, longest, out_indptr, ids, ranked_values):
     scratch = make_scratch(longest)
     keys, order = scratch[0], scratch[3]
     for cell in range(len(indptr) - 1):
@@ -330,7 +330,7 @@ def _rank(indptr, genes, amounts, weights, values, n_special, longest, out_indpt
         for p in range(out_indptr[cell + 1] - out):
             entry = start + np.int64(order[p] & np.uint64(0xFFFFFFFF))
             ids[out + p] = genes[entry] + n_special
-            told[out + p] = values[entry]
+            ranked_values[out + p] = values[entry]
 
 
 def with_zeros(

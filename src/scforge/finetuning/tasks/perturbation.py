@@ -633,7 +633,7 @@ class Perturbation(Task):
         self,
         context: EvaluationContext,
         train: Predictor,
-        known: KnownEffects,
+        train_effects: KnownEffects,
         effects: Sequence[Effect],
         inputs: Mapping[str, np.ndarray],
     ) -> dict[str, np.ndarray]:
@@ -641,7 +641,7 @@ class Perturbation(Task):
         trained = np.flatnonzero(_measured_genes(train))
         vocab = train.cells.vocab
         assert vocab is not None
-        targets = sorted({target for effect in (*known.effects, *effects) for target in effect.targets})
+        targets = sorted({target for effect in (*train_effects.effects, *effects) for target in effect.targets})
         # A baseline knows what the training tells of a gene, also where the scored data lack it.
         columns = {int(gene): column for column, gene in enumerate(trained)}
         indices = {target: int(index) for target, index in zip(targets, vocab.gene_indices(targets), strict=True)}
@@ -657,7 +657,7 @@ class Perturbation(Task):
             context_features=_context_features(context, inputs) if self.context_key is not None else {},
         )
         predicted = {}
-        for name, deltas in baseline_effects(known, wanted, fitted=context.baselines).items():
+        for name, deltas in baseline_effects(train_effects, wanted, fitted=context.baselines).items():
             predicted[name] = np.zeros((len(effects), vocab.n_genes))
             predicted[name][:, trained] = deltas
         return predicted
