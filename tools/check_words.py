@@ -2,8 +2,11 @@
 
 Without files it reads the documentation, README.md, CHANGELOG.md, CONTRIBUTING.md, the Markdown of notebooks, and the
 docstrings, comments, messages and YAML files of src. Each finding is printed as FILE:LINE: phrase -> replacement, and
-the exit status is 1. Code, links and formulas are skipped. `--count` prints how often each phrase and each tic of the
-house style occurs, and never fails.
+the exit status is 1. Code, links and formulas are skipped. `--count` prints how often each phrase, each tic of the
+house style and each vague name occurs, and never fails.
+
+Without files it also checks the names of variables in src/scforge: if more than 1% of all assignments are to a vague
+name, each is printed as FILE:LINE: name -> say what it holds, and the exit status is 1.
 
 codespell and the like replace single words; most of these are phrases.
 """
@@ -120,6 +123,10 @@ TICS = {
     "semicolons": r";",
 }
 
+# Variables that do not say what they hold, and the fraction of assignments that may be to one of them.
+VAGUE = ("found", "one", "known", "place", "some", "made", "told")
+MAX_VAGUE = 0.01
+
 # Generated pages, titles of papers, and parts whose rewording is still to come.
 SKIPPED = (
     "docs/_build",
@@ -148,7 +155,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 def prose(text: str) -> str:
     """Return a text whose code, links and formulas are blank, with every line where it was."""
-    return _CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+    return _CODE.sub(lambda code: re.sub(r"[^\n]", " ", code[0]), text)
 
 
 def of_python(path: Path) -> Iterator[tuple[int, str]]:
@@ -176,10 +183,10 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
 
 def files() -> list[Path]:
     """Return every file that is read by default."""
-    found = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
-    found += [*ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("src/**/*.py")]
-    found += ROOT.glob("src/**/*.yaml")
-    return sorted(path for path in found if not path.relative_to(ROOT).as_posix().startswith(SKIPPED))
+    paths = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+    paths += [*ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("src/**/*.py")]
+    paths += ROOT.glob("src/**/*.yaml")
+    return sorted(path for path in paths if not path.relative_to(ROOT).as_posix().startswith(SKIPPED))
 
 
 def findings(path: Path) -> Iterator[tuple[int, str, str]]:
@@ -189,16 +196,31 @@ def findings(path: Path) -> Iterator[tuple[int, str, str]]:
     for first, text in texts(path):
         text = prose(text)
         for pattern, replacement in phrases.items():
-            for found in _compiled(pattern).finditer(text):
-                around = text[max(0, found.start() - 30) : found.end() + 30]
+            for match in _compiled(pattern).finditer(text):
+                around = text[max(0, match.start() - 30) : match.end() + 30]
                 if any(part in name and re.search(right, around) for part, right in ALLOWED):
                     continue
-                line = first + (0 if path.suffix == ".ipynb" else text.count("\n", 0, found.start()))
-                yield line, " ".join(found[0].split()), replacement
+                line = first + (0 if path.suffix == ".ipynb" else text.count("\n", 0, match.start()))
+                yield line, " ".join(match[0].split()), replacement
+
+
+def assignments() -> Iterator[tuple[Path, int, str]]:
+    """Yield file, line and name of each assignment in src/scforge, including targets of loops and comprehensions."""
+    for path in sorted(ROOT.glob("src/scforge/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield path, node.lineno, node.id
+
+
+def vague() -> list[tuple[Path, int, str, str]]:
+    """Return the assignments to vague names, or none if they are few enough."""
+    named = list(assignments())
+    lines = [(path, line, name, "say what it holds") for path, line, name in named if name in VAGUE]
+    return lines if len(lines) > MAX_VAGUE * len(named) else []
 
 
 def counted(paths: list[Path]) -> str:
-    """Return a table of how often each phrase and tic occurs, by kind of file."""
+    """Return a table of how often each phrase, tic and vague name occurs, by kind of file."""
     kinds = {".md": "docs", ".ipynb": "notebooks", ".py": "src", ".yaml": "src"}
     patterns = {name: name for name in (*PHRASES, *EXCEPT_NOTEBOOKS)} | TICS
     counts = {name: Counter() for name in patterns}
@@ -207,6 +229,8 @@ def counted(paths: list[Path]) -> str:
             text = prose(text)
             for name, pattern in patterns.items():
                 counts[name][kinds[path.suffix]] += len(_compiled(pattern).findall(text))
+    names = Counter(name for _, _, name in assignments())
+    counts |= {f"{name} =": Counter(src=names[name]) for name in VAGUE} | {"all names =": Counter(src=names.total())}
     rows = [f"{'phrase':60} {'docs':>6} {'notebooks':>9} {'src':>6}"]
     rows += [f"{name[:60]:60} {c['docs']:6} {c['notebooks']:9} {c['src']:6}" for name, c in counts.items()]
     return "\n".join(rows)
@@ -222,11 +246,11 @@ def main() -> int:
     if args.count:
         print(counted(paths))
         return 0
-    found = [(path, *one) for path in paths for one in findings(path)]
-    for path, line, phrase, replacement in found:
+    lines = [(path, *finding) for path in paths for finding in findings(path)] + ([] if args.files else vague())
+    for path, line, phrase, replacement in lines:
         full = path.resolve()
         print(f"{full.relative_to(ROOT) if full.is_relative_to(ROOT) else full}:{line}: {phrase} -> {replacement}")
-    return bool(found)
+    return bool(lines)
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def check_known(
         ...
     scforge.errors.DataError: color='celltype' is not in obs; did you mean 'cell_type'? (available: 'cell_type').
     """
-    names = [one for one in known if one is not None]
+    names = [choice for choice in known if choice is not None]
     if name not in names:
         end = f"; {fix}." if fix else "."
         raise error(f"is not in {where}{suggest(name, names, 'available')}{end}", argument=argument, value=name)

@@ -48,7 +48,7 @@ def text_of(value: Any) -> str | None:
     if isinstance(value, datetime.timedelta | np.timedelta64):
         return None if pd.isna(value) else str(pd.Timedelta(value)).removesuffix(" 00:00:00")
     if isinstance(value, numbers.Real | Decimal):
-        return _text_of_number(value)
+        return _number_text(value)
     if isinstance(value, np.datetime64):
         return text_of(pd.Timestamp(value))
     if isinstance(value, datetime.datetime):
@@ -63,7 +63,7 @@ def text_of(value: Any) -> str | None:
     raise TypeError(type(value).__name__)
 
 
-def _text_of_number(value: Any) -> str | None:
+def _number_text(value: Any) -> str | None:
     """Return a real number as text, or None for NaN."""
     if value != value:
         return None
@@ -107,9 +107,9 @@ def texts_of(values: Any, *, key: str, argument: str, fractional: bool = True) -
     ['1', '1', '1', nan, 'True', '0.5']
     """
     values = values if isinstance(values, pd.Series) else pd.Series(values)
-    codes, found = _factorized(values)
+    codes, uniques = _factorized(values)
     if not fractional and pd.api.types.is_float_dtype(values):
-        odd = [number for number in found if np.isinf(number) or (number == number and number != np.floor(number))]
+        odd = [number for number in uniques if np.isinf(number) or (number == number and number != np.floor(number))]
         if odd:
             raise DataError(
                 f"contains non-integer numbers (first: {odd[0]:g}) instead of classes; bin them "
@@ -117,9 +117,9 @@ def texts_of(values: Any, *, key: str, argument: str, fractional: bool = True) -
                 argument=argument,
                 value=key,
             )
-    occurs = np.bincount(codes[codes >= 0], minlength=len(found)) > 0
+    occurs = np.bincount(codes[codes >= 0], minlength=len(uniques)) > 0
     try:
-        texts = [text_of(value) if used else None for value, used in zip(found, occurs, strict=True)]
+        texts = [text_of(value) if used else None for value, used in zip(uniques, occurs, strict=True)]
     except TypeError as error:
         raise DataError(
             f"contains values of type {str(error)!r}, which have no unique text; convert the column to text.",
@@ -139,8 +139,8 @@ def _factorized(values: pd.Series) -> tuple[np.ndarray, Sequence[Any]]:
     if isinstance(dtype, pd.CategoricalDtype):
         # An index would return its values as Python floats, which lose the shortest digits of others.
         categories = values.cat.categories
-        inner, found = _factorized(pd.Series(categories.array))
-        return np.append(inner, -1)[values.cat.codes.to_numpy()], found
+        inner, inner_values = _factorized(pd.Series(categories.array))
+        return np.append(inner, -1)[values.cat.codes.to_numpy()], inner_values
     if isinstance(dtype, pd.SparseDtype):
         values = values.sparse.to_dense()
     elif pd.api.types.is_float_dtype(dtype) and pd.api.types.is_extension_array_dtype(dtype):

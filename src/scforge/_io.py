@@ -76,9 +76,9 @@ _GONE = ".replaced"
 
 def check_local(argument: str, path: str | os.PathLike[str]) -> None:
     """Raise an OptionError if an output is a URL, which would become a folder with the name of its protocol."""
-    if found := _PROTOCOL.match(os.fspath(path)):
+    if match := _PROTOCOL.match(os.fspath(path)):
         raise OptionError(
-            f"begins with {found[1]}://, but scforge writes local files only; pass a path, and copy the result.",
+            f"begins with {match[1]}://, but scforge writes local files only; pass a path, and copy the result.",
             argument=argument,
         )
 
@@ -86,10 +86,10 @@ def check_local(argument: str, path: str | os.PathLike[str]) -> None:
 def check_folder(argument: str, path: str | os.PathLike[str]) -> None:
     """Raise an OptionError if `path`, where a folder is expected, or one of its parents is a file."""
     check_local(argument, path)
-    for place in (Path(path), *Path(path).parents):
-        if place.exists() and not place.is_dir():
+    for folder in (Path(path), *Path(path).parents):
+        if folder.exists() and not folder.is_dir():
             raise OptionError(
-                f"cannot be a folder, because {str(place)!r} is a file; choose another path.",
+                f"cannot be a folder, because {str(folder)!r} is a file; choose another path.",
                 argument=argument,
                 value=str(path),
             )
@@ -97,11 +97,11 @@ def check_folder(argument: str, path: str | os.PathLike[str]) -> None:
 
 def check_writable(argument: str, path: str | os.PathLike[str]) -> None:
     """Raise an error if `path` is not writable; called before expensive computations."""
-    place = Path(path).resolve()
-    while not place.is_dir():
-        place = place.parent
+    folder = Path(path).resolve()
+    while not folder.is_dir():
+        folder = folder.parent
     try:
-        with tempfile.TemporaryFile(dir=place):
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise OptionError(f"cannot be written ({error.strerror}).", argument=argument, value=str(path)) from error
@@ -119,7 +119,7 @@ def check_output(
         writable.
     """
     file = Path(path)
-    if any(os.path.realpath(file) == os.path.realpath(one) for one in inputs):
+    if any(os.path.realpath(file) == os.path.realpath(source) for source in inputs):
         raise OptionError("is the input file; choose another name.", argument=argument, value=str(path))
     check_local(argument, path)
     check_folder(argument, file.parent)
@@ -408,9 +408,9 @@ def read_settled[T](folder: str | os.PathLike[str], read: Callable[[Path], T]) -
     saved = folder / _SAVED
     for _ in range(50):
         before = _seen(folder)
-        place = saved if _is_save(saved) else folder
+        source = saved if _is_save(saved) else folder
         try:
-            content = read(place)
+            content = read(source)
         except (OSError, ValueError):
             if _seen(folder) == before:
                 raise
@@ -436,8 +436,8 @@ def others_in_store(folder: Path) -> list[str]:
     return [
         name
         for name in _names(folder)
-        if (found := part.fullmatch(name)) is None
-        or (found["node"] or "") not in nodes
+        if (match := part.fullmatch(name)) is None
+        or (match["node"] or "") not in nodes
         or not _is_plain((folder / name).parent, (folder / name).name)
     ]
 
@@ -476,15 +476,15 @@ def _is_save(folder: Path) -> bool:
 def _names(folder: Path) -> list[str]:
     """Return the names of all files and links below a folder, relative to it."""
     names: list[str] = []
-    for place, folders, files in os.walk(folder):
-        links = [name for name in folders if Path(place, name).is_symlink()]
-        names += [Path(place, name).relative_to(folder).as_posix() for name in [*files, *links]]
+    for root, folders, files in os.walk(folder):
+        links = [name for name in folders if Path(root, name).is_symlink()]
+        names += [Path(root, name).relative_to(folder).as_posix() for name in [*files, *links]]
     return names
 
 
 def _descriptions(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the descriptions that scforge wrote into a folder, by their file names."""
-    found: dict[str, dict[str, Any]] = {}
+    descriptions: dict[str, dict[str, Any]] = {}
     for name in _DESCRIPTIONS:
         if not _is_plain(folder, name):
             continue
@@ -497,8 +497,8 @@ def _descriptions(folder: Path) -> dict[str, dict[str, Any]]:
             if b'"scforge_version"' not in (folder / name).read_bytes():
                 continue
         if isinstance(content, dict) and "scforge_version" in content and "sha256" in content:
-            found[name] = content
-    return found
+            descriptions[name] = content
+    return descriptions
 
 
 def _own_names(folder: Path) -> set[str]:
@@ -591,12 +591,12 @@ def _copy(source: Path, target: Path) -> None:
 
 def _seen(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return an identifier of the files in a folder, which changes with each save."""
-    found: dict[str, tuple[int, ...]] = {}
+    identifiers: dict[str, tuple[int, ...]] = {}
     for name in (*_MODEL_FILES, _SAVED):
         with contextlib.suppress(OSError):
-            one = (folder / name).lstat()
-            found[name] = (one.st_ino, one.st_mtime_ns, one.st_size)
-    return found
+            status = (folder / name).lstat()
+            identifiers[name] = (status.st_ino, status.st_mtime_ns, status.st_size)
+    return identifiers
 
 
 @contextlib.contextmanager
@@ -640,7 +640,7 @@ def _named(path: str | os.PathLike[str], *hidden: str) -> Iterator[None]:
         yield
     except OSError as error:
         names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
-        ours = any(name.startswith(one) for name in names for one in hidden)
+        ours = any(name.startswith(prefix) for name in names for prefix in hidden)
         # What writes to an open file is not told its name.
         if ours or (not names and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
             raise OSError(error.errno, error.strerror, os.fspath(path)) from error
@@ -717,14 +717,14 @@ def left_by_swap(path: Path) -> list[Path]:
         return []
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, other: Path) -> bool:
     """Exchange the names of two folders, and return whether the system supports it, like Linux on most local disks."""
     import ctypes
 
     if os.name != "posix" or not hasattr(libc := ctypes.CDLL(None), "renameat2"):
         return False
     here, exchange = -100, 2
-    return libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+    return libc.renameat2(here, os.fsencode(first), here, os.fsencode(other), exchange) == 0
 
 
 def sha256_of(path: str | os.PathLike[str]) -> str:
@@ -769,5 +769,5 @@ def parsed[T: BaseModel](schema: type[T], content: Any, prefix: str) -> T:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        found = "" if first["type"] == "missing" else f", got {first['input']!r:.60}"
-        raise ModelFileError(f"{prefix} ({where or 'content'}: {first['msg']}{found}); copy it again.") from error
+        got = "" if first["type"] == "missing" else f", got {first['input']!r:.60}"
+        raise ModelFileError(f"{prefix} ({where or 'content'}: {first['msg']}{got}); copy it again.") from error

@@ -47,7 +47,7 @@ def check_plain(
         if depth > _MAX_DEPTH:
             raise ValueError(f"it is nested more than {_MAX_DEPTH} deep, or a part contains itself")
         if inner is not None:
-            pending += ((one, depth + 1) for one in inner)
+            pending += ((child, depth + 1) for child in inner)
         elif problem := unfit(getattr(part, "value", part), bits):
             raise ValueError(problem)
         n_parts += 1
@@ -59,8 +59,8 @@ def unfit(value: Any, bits: int = 63) -> str | None:
     """Return why a value of a document cannot be used, or None."""
     if isinstance(value, int) and value.bit_length() > bits:
         return f"an integer has more than {bits} bits; put text in quotes"
-    if isinstance(value, str) and (found := _NOT_TEXT.search(value)):
-        return f"text contains the character {ascii(found[0])}, which is not allowed; remove it"
+    if isinstance(value, str) and (match := _NOT_TEXT.search(value)):
+        return f"text contains the character {ascii(match[0])}, which is not allowed; remove it"
     return None
 
 
@@ -81,7 +81,7 @@ def check_folder_files(folder: str | os.PathLike[str]) -> None:
     cache of the Hugging Face Hub, the files of a snapshot are links to the blobs next to it.
     """
     root = os.path.realpath(folder)
-    snapshot = next((place for place in Path(root).parents if place.name == "snapshots"), None)
+    snapshot = next((parent for parent in Path(root).parents if parent.name == "snapshots"), None)
     allowed = {root} | ({str(snapshot.with_name("blobs"))} if snapshot is not None else set())
     pending = [os.fspath(folder)]
     while pending:
@@ -91,7 +91,7 @@ def check_folder_files(folder: str | os.PathLike[str]) -> None:
                     pending.append(entry.path)
                 elif not entry.is_file(follow_symlinks=False):
                     target = os.path.realpath(entry.path)
-                    if not any(os.path.commonpath([place, target]) == place for place in allowed):
+                    if not any(os.path.commonpath([prefix, target]) == prefix for prefix in allowed):
                         raise DataError(
                             f"{entry.path!r} is a link out of its folder, which scforge does not follow; if you trust "
                             "the data, copy the folder with cp -rL and open the copy."
@@ -108,26 +108,26 @@ def check_h5(file: h5py.Group, name: str) -> None:
     import h5py
 
     # Soft links need no look: without an external link, they lead only to what hard links lead to.
-    found = [file.file["/"]]
+    pending = [file.file["/"]]
     is_outside = False
     seen: set[int] = set()
-    while found and not is_outside:
-        one = found.pop()
-        if not isinstance(one, h5py.Group | h5py.Dataset) or (address := h5py.h5o.get_info(one.id).addr) in seen:
+    while pending and not is_outside:
+        item = pending.pop()
+        if not isinstance(item, h5py.Group | h5py.Dataset) or (address := h5py.h5o.get_info(item.id).addr) in seen:
             continue
         seen.add(address)
-        if isinstance(one, h5py.Group):
-            for key in one:
-                link = one.get(key, getlink=True)
+        if isinstance(item, h5py.Group):
+            for key in item:
+                link = item.get(key, getlink=True)
                 is_outside |= isinstance(link, h5py.ExternalLink)
-                found += [one[key]] if isinstance(link, h5py.HardLink) else []
+                pending += [item[key]] if isinstance(link, h5py.HardLink) else []
         else:
-            stored = one.id.get_create_plist()
+            stored = item.id.get_create_plist()
             # A virtual dataset may also be a part of itself, which HDF5 reads until the process crashes.
             is_outside = stored.get_external_count() > 0 or stored.get_layout() == h5py.h5d.VIRTUAL
             # The one reference that anndata follows; what it leads to need not have a name.
-            kept = one.attrs.get("categories")
-            found += [file[kept]] if isinstance(kept, h5py.Reference) and kept else []
+            kept = item.attrs.get("categories")
+            pending += [file[kept]] if isinstance(kept, h5py.Reference) and kept else []
     if is_outside:
         raise DataError(
             f"{name!r} reads from other files (an external link, external storage or a virtual dataset), which scforge "

@@ -138,7 +138,7 @@ def run(output: str | os.PathLike[str] = "quickstart", *, overwrite: bool = Fals
         seconds.append(time.perf_counter() - begin)
         begin = time.perf_counter()
         mapped = scforge.models.Encoder.load_query_data(query, model)
-        parts = [one.get_latent_representation(key_added=None) for one in (model, mapped)]
+        parts = [encoder.get_latent_representation(key_added=None) for encoder in (model, mapped)]
         cells.obsm[key] = np.concatenate(parts)
         predicted.append(mapped.transfer_labels()["label"].astype(str))
         models.append(model)
@@ -196,9 +196,11 @@ def _report(cells: AnnData, reference: AnnData, query: AnnData, predicted: list[
         "annotation": (Annotation(), labels, query.obs[_LABELS].astype(str)),
     }
     report = Report("scforge quickstart")
-    for name, (benchmark, made, truth) in parts.items():
-        kinds = {method: "model" if isinstance(one, Replicates) else "baseline" for method, one in made.items()}
-        report.extend(compare(benchmark, made, truth, kinds=kinds), name)
+    for name, (benchmark, outputs, truth) in parts.items():
+        kinds = {
+            method: "model" if isinstance(output, Replicates) else "baseline" for method, output in outputs.items()
+        }
+        report.extend(compare(benchmark, outputs, truth, kinds=kinds), name)
     report.facts |= {
         "data": f"{cells.n_obs} cells of {cells.obs[_LABELS].nunique()} lung cancer cell lines in "
         f"{cells.obs[_BATCH].nunique()} batches; 3% of the measured counts",
@@ -224,9 +226,9 @@ def _classified(reference: AnnData, query: AnnData) -> dict[str, pd.Series]:
     genes = open_cells(reference).vocab
     rows = [np.arange(part.n_obs) for part in (reference, query)]
     inputs = BaselineInputs.of(open_cells(reference, genes), rows[0], open_cells(query, genes), rows[1])
-    found = classification_baselines(inputs, labels.codes.to_numpy(), len(labels.categories))
+    probabilities = classification_baselines(inputs, labels.codes.to_numpy(), len(labels.categories))
     return {
-        title: pd.Series(labels.categories[found[name].argmax(axis=1)], index=query.obs_names)
+        title: pd.Series(labels.categories[probabilities[name].argmax(axis=1)], index=query.obs_names)
         for name, title in _CLASSIFIERS.items()
     }
 

@@ -101,8 +101,8 @@ class Registry[T]:
         if name not in self._entries:
             offered = self._plugins().get(name)
             if offered is None:
-                known = self.names()
-                raise OptionError(f"is not known{suggest(name, known)}", argument=self.kind, value=name)
+                names = self.names()
+                raise OptionError(f"is not known{suggest(name, names)}", argument=self.kind, value=name)
             self._load(name, offered)
         if name not in self._builtin:
             self._check(name, self._entries[name])

@@ -27,7 +27,7 @@ def printable(text: object) -> str:
     >>> printable("T cell\x1b[31m")
     'T cell\\x1b[31m'
     """
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], str(text))
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], str(text))
 
 
 def markdown(text: object) -> str:
@@ -39,7 +39,7 @@ def markdown(text: object) -> str:
     CD4&#124;CD8 &lt;b> CD14_Mono \*\[x\](http://host)\*
     """
     line = _ENTITY.sub("&amp;", _LINES.sub(" ", str(text)))
-    line = _MARKS.sub(lambda found: "".join(rf"\{mark}" for mark in found[0]), line)
+    line = _MARKS.sub(lambda match: "".join(rf"\{mark}" for mark in match[0]), line)
     return _START.sub(r"\1\\\2", line).replace("|", "&#124;").replace("<", "&lt;")
 
 
@@ -59,14 +59,14 @@ def without_formulas(table: pd.DataFrame) -> pd.DataFrame:
 
     Such text gets a ``'`` in front; numbers stay numbers, also as text.
     """
-    made = table.copy(deep=False)
-    for place, kind in enumerate(table.dtypes):
+    safe = table.copy(deep=False)
+    for column, kind in enumerate(table.dtypes):
         if kind.kind not in "biufcmM":
-            made.isetitem(place, table.iloc[:, place].astype(object).map(_no_formula, na_action="ignore"))
-    made.columns = table.columns.map(_no_formula)
+            safe.isetitem(column, table.iloc[:, column].astype(object).map(_no_formula, na_action="ignore"))
+    safe.columns = table.columns.map(_no_formula)
     if table.index.dtype.kind not in "biufcmM":
-        made.index = table.index.map(_no_formula)
-    return made
+        safe.index = table.index.map(_no_formula)
+    return safe
 
 
 def _no_formula(value: object) -> object:

@@ -14,8 +14,8 @@ def __getattr__(name: str) -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        found = version("scforge")
+        number = version("scforge")
     except PackageNotFoundError:  # a source tree on the path that nobody installed
-        found = "0+unknown"
-    globals()[name] = found
-    return found
+        number = "0+unknown"
+    globals()[name] = number
+    return number

@@ -73,10 +73,10 @@ ON_COMMAND_LINE: ContextVar[bool] = ContextVar("scforge_on_command_line", defaul
 def _not_the_user() -> tuple[str, ...]:
     """Return path prefixes of code to which warnings must not point."""
     places = {**sysconfig.get_paths(), "user": site.getusersitepackages()}
-    found = {Path(places[kind], name) for kinds, names in _CALLERS.items() for kind in kinds for name in names}
+    prefixes = {Path(places[kind], name) for kinds, names in _CALLERS.items() for kind in kinds for name in names}
     # Python compares without the last letter of a file's name, so a prefix must be shorter.
-    found.add(Path(__file__).parent)
-    return tuple(str(path) if path.name.endswith(".") else f"{path}{os.sep}" for path in found)
+    prefixes.add(Path(__file__).parent)
+    return tuple(str(path) if path.name.endswith(".") else f"{path}{os.sep}" for path in prefixes)
 
 
 _NOT_THE_USER = _not_the_user()
@@ -355,7 +355,7 @@ class ScforgeWarning(UserWarning):
     """
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(redacted(one) if isinstance(one, str) else one for one in args))
+        super().__init__(*(redacted(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class NotTrainedWarning(ScforgeWarning):
@@ -521,8 +521,8 @@ def _without_credentials(url: re.Match[str]) -> str:
     scheme = url["single"] or url["double"] or url["bare"]
     user, tail = (_HTTP_USER, _HTTP_TAIL) if scheme.lower().rpartition("::")[2].startswith("http") else (_USER, _TAIL)
     rest = url[0].removeprefix(scheme)
-    if found := user.match(rest):
-        rest = f"{SECRET}@{rest.removeprefix(found[0])}"
+    if match := user.match(rest):
+        rest = f"{SECRET}@{rest.removeprefix(match[0])}"
     return scheme + tail.sub(rf"\1{SECRET}", rest)
 
 

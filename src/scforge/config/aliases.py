@@ -270,8 +270,8 @@ def config_error(error: ValidationError, schema: type[BaseModel], places: Places
         Sources and lines of the options.
     """
     details = error.errors(include_url=False)
-    place = "" if places is None else places.of(details[0]["loc"])
-    sentence = place + _sentence(details[0], schema)
+    location = "" if places is None else places.of(details[0]["loc"])
+    sentence = location + _sentence(details[0], schema)
     if len(details) == 1:
         return ConfigError(f"{sentence}.")
     others = f"{len(details) - 1} more option{'s' if len(details) > 2 else ''}"
@@ -325,15 +325,15 @@ def _sentence(detail: ErrorDetails, schema: type[BaseModel]) -> str:
     option = f"{name}={shown(value)}"
     if kind == "extra_forbidden":
         section, _, key = name.rpartition(".")
-        names = [(known, *known.rpartition(".")) for known in known_names(schema)]
+        names = [(full_name, *full_name.rpartition(".")) for full_name in known_names(schema)]
         siblings = [its_key for _, its_section, _, its_key in names if its_section == section]
         near = _nearest(key, siblings)
         # First the same name elsewhere, then similar names.
-        elsewhere = [known for known, _, _, its_key in names if its_key == key and known != name]
+        elsewhere = [full_name for full_name, _, _, its_key in names if its_key == key and full_name != name]
         suggestion = next(iter(elsewhere), None) or (near and f"{section}.{near}".lstrip("."))
         listed = listing(siblings, most=8 if suggestion else 24)
-        place = section or "a configuration"
-        return f"{name}={shown(value)} is not a known option{_hint(suggestion)} ({place} has: {listed})"
+        owner = section or "a configuration"
+        return f"{name}={shown(value)} is not a known option{_hint(suggestion)} ({owner} has: {listed})"
     if kind == "missing":
         if name.startswith("finetune."):
             example = "finetune: {base_model: checkpoints/final, task: annotation}"
@@ -351,10 +351,10 @@ def _sentence(detail: ErrorDetails, schema: type[BaseModel]) -> str:
     return f"{option} {words}"
 
 
-def _nearest(word: str, known: list[str]) -> str | None:
+def _nearest(word: str, names: list[str]) -> str | None:
     # "bf16" is meant as the usual "bf16-mixed", though "bf16-true" shares a larger part of its letters.
-    longer = [name for name in known if word and name.startswith(word)]
-    return next(iter(longer or difflib.get_close_matches(word.lower(), known, n=1)), None)
+    longer = [name for name in names if word and name.startswith(word)]
+    return next(iter(longer or difflib.get_close_matches(word.lower(), names, n=1)), None)
 
 
 def _hint(suggestion: str | None) -> str:

@@ -75,7 +75,7 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
 
 
-def _parts_of(content: Any) -> Iterable[Any] | None:
+def _parts(content: Any) -> Iterable[Any] | None:
     """Return the parts of a YAML node, or None for a scalar."""
     if isinstance(content, yaml.MappingNode):
         return chain.from_iterable(content.value)
@@ -102,20 +102,20 @@ def parse_yaml(text: str, *, where: str) -> tuple[Any, yaml.Node | None]:
         root = loader.get_single_node()
         if root is None:
             return None, None
-        check_plain(root, _parts_of, most=_MAX_PARTS)
+        check_plain(root, _parts, most=_MAX_PARTS)
         return loader.construct_document(root), root
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         reason = ", ".join(part for part in (error.context, error.problem) if part)
         reason += "".join(f"; {hint}" for problem, hint in _HINTS.items() if problem in reason)
     except yaml.reader.ReaderError as error:
-        place, reason = f", character {error.position + 1}", f"{error.reason}: #x{error.character:04x}"
+        position, reason = f", character {error.position + 1}", f"{error.reason}: #x{error.character:04x}"
     except RecursionError:
-        place, reason = "", "brackets or sections are nested too deeply"
+        position, reason = "", "brackets or sections are nested too deeply"
     except ValueError as error:
-        place, reason = "", str(error)
-    raise ConfigError(f"{where}{place} is not valid YAML: {' '.join(reason.split()).rstrip('.')}.")
+        position, reason = "", str(error)
+    raise ConfigError(f"{where}{position} is not valid YAML: {' '.join(reason.split()).rstrip('.')}.")
 
 
 def parse_toml(text: str, *, where: str) -> Any:

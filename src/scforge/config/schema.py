@@ -328,7 +328,7 @@ class DataConfig(Section):
 
     @field_validator("organism", "filters", "census_version", "uri", "modality")
     @classmethod
-    def _of_its_source(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_source(cls, value: Any, info: ValidationInfo) -> Any:
         local = info.field_name == "modality"
         if value is not None and info.data.get("source", "") == (_CENSUS if local else "local"):
             needed = "local" if local else _CENSUS

@@ -241,15 +241,15 @@ class SomaStream:
         return self._read(self._joinids)
 
     def _read(self, joinids: np.ndarray) -> Iterator[tuple[int, sparse.csr_matrix]]:
-        first, place = 0, f"X of {self.name!r}"
-        with _reading(place):
+        first, where = 0, f"X of {self.name!r}"
+        with _reading(where):
             read = self._counts.read((joinids, slice(None)))
             for counts, _ in read.blockwise(axis=0, size=_ROWS, reindex_disable_on_axis=1).scipy():
                 counts = counts[:, self._var_joinids]  # var may lack some genes that X has
                 counts.eliminate_zeros()
                 check_chunk(
                     counts,
-                    place,
+                    where,
                     first,
                     no_counts="pass the layer that contains the raw counts",
                     empty="remove them with a filter, e.g. value_filter 'nnz > 0'",
@@ -372,7 +372,7 @@ def best_names(var: pd.DataFrame, vocab: GeneVocab | None) -> str:
         return candidates[0]
 
     def fit(name: str) -> tuple[int, bool]:
-        found = GeneMap.of(columns[name], vocab)
-        return found.n_matched, not found.notes  # of two that match alike, names as the vocabulary has them
+        gene_map = GeneMap.of(columns[name], vocab)
+        return gene_map.n_matched, not gene_map.notes  # of two that match alike, names as the vocabulary has them
 
     return max(candidates, key=fit)

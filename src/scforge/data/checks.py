@@ -162,10 +162,10 @@ def _checksums(indptr, genes, counts, totals, sums):
     step, high = np.uint64(0xD1342543DE82EF95), np.uint64(32)
     for row in range(len(indptr) - 1):
         total = (totals[row] + odd) * other
-        place = np.uint64(0)
+        offset = np.uint64(0)
         for entry in range(indptr[row], indptr[row + 1]):
-            place += step
-            mixed = ((np.uint64(genes[entry]) << high | np.uint64(counts[entry])) ^ place) * odd
+            offset += step
+            mixed = ((np.uint64(genes[entry]) << high | np.uint64(counts[entry])) ^ offset) * odd
             total += (mixed ^ (mixed >> high)) * other
         sums[row] = np.uint32(total ^ (total >> high))
 
@@ -176,11 +176,11 @@ def _pick(indptr, indices, data, columns, out_indptr, genes, counts):
     out_indptr[0] = 0
     for row in range(len(indptr) - 1):
         for entry in range(indptr[row], indptr[row + 1]):
-            place = columns[indices[entry]]
+            column = columns[indices[entry]]
             # Written in any case and taken back if the gene is not wanted: no processor could guess which are.
-            genes[out] = place
+            genes[out] = column
             counts[out] = data[entry]
-            out += place >= 0
+            out += column >= 0
         out_indptr[row + 1] = out
 
 
@@ -405,8 +405,8 @@ def _where_counts_are(adata: AnnData, layer: str | None, way_out: str = _NORMALI
         others.append(None)
     for key in others:
         if _holds_counts(adata.X if key is None else adata.layers[key]):
-            place = "adata.X" if key is None else f"adata.layers[{key!r}]"
-            return f"pass layer={key!r}, because {place} contains raw counts"
+            source = "adata.X" if key is None else f"adata.layers[{key!r}]"
+            return f"pass layer={key!r}, because {source} contains raw counts"
     if adata.raw is not None and _holds_counts(adata.raw.X):
         return "pass adata.raw.to_adata(), because adata.raw contains raw counts"
     return way_out

@@ -113,8 +113,8 @@ def scale_difference(one: sparse.csr_matrix, other: sparse.csr_matrix, *, profil
     """
     if not one.shape[0] or not other.shape[0]:
         return None
-    totals = [float(np.median(totals_of(some))) for some in (one, other)]
-    pairs = [totals, [float(some.sum()) / some.shape[0] for some in (one, other)]][: 1 + profiles]
+    totals = [float(np.median(totals_of(cells))) for cells in (one, other)]
+    pairs = [totals, [float(cells.sum()) / cells.shape[0] for cells in (one, other)]][: 1 + profiles]
     if any(min(pair) <= 0 or max(pair) <= _MAX_RATIO * min(pair) for pair in pairs):
         return None
     return f"a median total of {totals[0]:,.0f} over the shared genes, but the other cells have {totals[1]:,.0f}"

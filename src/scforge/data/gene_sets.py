@@ -76,7 +76,7 @@ def lacking_genes(counts: sparse.csr_matrix, groups: np.ndarray) -> np.ndarray:
     of_group = sparse.csr_matrix((np.ones(len(rows)), (groups[rows], rows)), shape=(n_groups, len(groups)))
     n_cells = np.bincount(groups[rows], minlength=n_groups)
     detected = counts.astype(bool).astype(np.float64)
-    sums_sg, cells_sg = (np.asarray((of_group @ some).todense()) for some in (counts, detected))
+    sums_sg, cells_sg = (np.asarray((of_group @ matrix).todense()) for matrix in (counts, detected))
     present = sums_sg > 0
     in_all = present.all(axis=0)
     # Batches are as deep as the genes that all of them measure; without any, all cells count the same.

@@ -368,15 +368,15 @@ def check_shared(names: Sequence[tuple[str, np.ndarray]], *, what: str = "gene n
     Each must share at least a tenth of its genes, or of the genes of the first source if those are fewer. `what`
     describes the gene names in messages.
     """
-    (first, known), *others = names
-    for source, found in others:
-        shared = len(np.intersect1d(known, found))
-        if shared < MIN_OVERLAP * min(len(known), len(found)):
-            kinds = recognize_ids(found), recognize_ids(known)
+    (first, reference), *others = names
+    for source, genes in others:
+        shared = len(np.intersect1d(reference, genes))
+        if shared < MIN_OVERLAP * min(len(reference), len(genes)):
+            kinds = recognize_ids(genes), recognize_ids(reference)
             raise GeneMismatchError(
                 f"{source!r} shares only {shared} {what} with {first!r}: the former contains {kinds[0]} such as "
-                f"{listing(found[:2])}, and the latter contains {kinds[1]} such as {listing(known[:2])}; convert the "
-                "genes to the same identifiers before joining files."
+                f"{listing(genes[:2])}, and the latter contains {kinds[1]} such as {listing(reference[:2])}; convert "
+                "the genes to the same identifiers before joining files."
             )
 
 
@@ -630,5 +630,5 @@ def overlap_report(
     )
 
 
-def _part(some: int, whole: int, what: str) -> str:
-    return f"{some:,} of {whole:,} ({some / whole:.1%}) {what}"
+def _part(number: int, whole: int, what: str) -> str:
+    return f"{number:,} of {whole:,} ({number / whole:.1%}) {what}"

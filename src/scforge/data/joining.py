@@ -92,7 +92,7 @@ def _unique(names: pd.Index, sources: np.ndarray, rows: np.ndarray) -> pd.Index:
                 "%d cells have a duplicate name; the number of the source is appended to these names.", len(again)
             )
         changed = names.to_numpy(dtype=object, copy=True)
-        changed[again] = [f"{changed[place]}-{numbers[place]}" for place in again]
+        changed[again] = [f"{changed[position]}-{numbers[position]}" for position in again]
         names = pd.Index(changed, dtype=names.dtype)
     return names
 

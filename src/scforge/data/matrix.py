@@ -57,18 +57,18 @@ class Matrix:
     @classmethod
     def of(cls, stored: Any, source: str) -> Matrix:
         """Detect how a matrix is stored; `source` is the file name for messages."""
-        place = f"{stored.name.removeprefix('/')!r} of {source!r}"
+        where = f"{stored.name.removeprefix('/')!r} of {source!r}"
         if is_array(stored):
             if stored.shape is None or len(stored.shape) != 2 or stored.dtype.kind not in "biuf":
-                raise DataError(f"{place} is not a 2D matrix of numbers (shape {stored.shape}, dtype {stored.dtype}).")
-            return cls(stored, "dense", tuple(stored.shape), place)
+                raise DataError(f"{where} is not a 2D matrix of numbers (shape {stored.shape}, dtype {stored.dtype}).")
+            return cls(stored, "dense", tuple(stored.shape), where)
         encoding = str(stored.attrs.get("encoding-type", stored.attrs.get("h5sparse_format", "")))
         kind = encoding.removesuffix("_matrix")
         if kind not in ("csr", "csc") or not {"data", "indices", "indptr"} <= set(stored):
-            raise DataError(f"{place} is stored as {encoding!r}; a CSR, CSC or dense matrix is needed.")
-        with reading(f"the shape of {place}", fix=REPAIR):
+            raise DataError(f"{where} is stored as {encoding!r}; a CSR, CSC or dense matrix is needed.")
+        with reading(f"the shape of {where}", fix=REPAIR):
             n_cells, n_genes = map(int, stored.attrs.get("shape", stored.attrs.get("h5sparse_shape")))
-        matrix = cls(stored, kind, (n_cells, n_genes), place)
+        matrix = cls(stored, kind, (n_cells, n_genes), where)
         for name, kinds in {"data": "biuf", "indices": "iu", "indptr": "iu"}.items():
             part = stored[name]
             if not is_array(part) or part.shape is None or len(part.shape) != 1 or part.dtype.kind not in kinds:

@@ -99,12 +99,12 @@ def _fill(histogram, indptr, genes, counts, totals):
         for entry in range(indptr[cell], indptr[cell + 1]):
             count = counts[entry]
             small = count < 256 and count == int(count)
-            place = int(log_factor + (logs[int(count) - 1] if small else np.log(count) * scale))
-            places[stops[genes[entry]]] = min(max(place, 0), histogram.shape[1] - 1)
+            column = int(log_factor + (logs[int(count) - 1] if small else np.log(count) * scale))
+            places[stops[genes[entry]]] = min(max(column, 0), histogram.shape[1] - 1)
             stops[genes[entry]] += 1
     first = 0
     for gene in range(len(histogram)):
-        for place in places[first : stops[gene]]:
-            histogram[gene, place] += 1
+        for column in places[first : stops[gene]]:
+            histogram[gene, column] += 1
         first = stops[gene]
     return True

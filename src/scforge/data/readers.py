@@ -451,16 +451,16 @@ def open_streams(
     if not places:
         raise OptionError("is empty; pass at least one file.", source=[])
     opened: list[ChunkReader] = []
-    for place in places:
-        if is_query(place):
-            opened += place.streams()
-        elif isinstance(place, str | os.PathLike):
+    for entry in places:
+        if is_query(entry):
+            opened += entry.streams()
+        elif isinstance(entry, str | os.PathLike):
             opened += [
                 FileStream(_place(path, modality, storage_options), layer)
-                for path in _expanded(os.fspath(place), storage_options)
+                for path in _expanded(os.fspath(entry), storage_options)
             ]
         else:
-            opened.append(_open_object(place, layer, modality))
+            opened.append(_open_object(entry, layer, modality))
     names = [identity_of(stream) for stream in opened]
     if len(set(names)) < len(names):
         twice = next(stream.name for i, stream in enumerate(opened) if names[i] in names[:i])
@@ -503,22 +503,22 @@ def _open_object(source: Any, layer: str | None, modality: str | None) -> ChunkR
     return BackedStream(source, layer)
 
 
-def _expanded(place: str, options: Mapping[str, Any] | None) -> list[str]:
+def _expanded(pattern: str, options: Mapping[str, Any] | None) -> list[str]:
     """Return the files that match a pattern, sorted by name; a path is returned unchanged."""
-    if place.lower().startswith("file://"):
-        place = place[len("file://") :]
-    if is_url(place):
-        if not glob.has_magic(without_query(place)):
-            return [place]
-        system, path = file_system(place, options)
-        with reading(repr(place)):
+    if pattern.lower().startswith("file://"):
+        pattern = pattern[len("file://") :]
+    if is_url(pattern):
+        if not glob.has_magic(without_query(pattern)):
+            return [pattern]
+        system, path = file_system(pattern, options)
+        with reading(repr(pattern)):
             paths = sorted(system.unstrip_protocol(match) for match in system.glob(path))
-    elif not glob.has_magic(place) or Path(place).exists():
-        return [place]
+    elif not glob.has_magic(pattern) or Path(pattern).exists():
+        return [pattern]
     else:
-        paths = sorted(glob.glob(place, recursive=True))  # noqa: PTH207 -- names stay relative
+        paths = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 -- names stay relative
     if not paths:
-        raise MissingFileError(f"no file matches the pattern {place!r}; check the folder and the file extension.")
+        raise MissingFileError(f"no file matches the pattern {pattern!r}; check the folder and the file extension.")
     return paths
 
 

@@ -376,7 +376,7 @@ class EpochPlan:
     def _ends(self, number: int, rank: int) -> np.ndarray:
         """Return where the first piece of a rank's window starts in the sequence, and where each piece ends."""
         order = self._order
-        start, stop = _share_of(len(order.rows), rank, order.world_size)
+        start, stop = _share(len(order.rows), rank, order.world_size)
         first = number * order.pieces_per_window
         pieces = np.arange(first, min(first + order.pieces_per_window, order.n_pieces) + 1)
         # Where there are too few cells, the last pieces are smaller, but none is empty.
@@ -404,7 +404,7 @@ class EpochPlan:
         return self._packed[number]
 
 
-def _share_of(n_cells: int, rank: int, world_size: int) -> tuple[int, int]:
+def _share(n_cells: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return the start and stop of a rank's part of the sequence; part sizes differ by at most one cell."""
     least, extra = divmod(n_cells, world_size)
     start = rank * least + min(rank, extra)
@@ -633,7 +633,7 @@ class CellOrder:
             return None
         order = np.empty(len(self.rows), dtype=self.index_type)
         for rank in range(self.world_size):
-            start, stop = _share_of(len(self.rows), rank, self.world_size)
+            start, stop = _share(len(self.rows), rank, self.world_size)
             order[start:stop] = _by_length(self.lengths[start:stop]) + start
         return order
 

@@ -124,7 +124,7 @@ def store_of_large(
     Files that were converted before are always read from the store, so that the cell order does not depend on memory.
     """
     places = [identity_of(stream) for stream in streams]
-    if not all(isinstance(place, str) for place in places):  # what is in memory already
+    if not all(isinstance(identity, str) for identity in places):  # what is in memory already
         return None
     digest = hashlib.sha256(repr((places, sorted(options.items()))).encode()).hexdigest()[:16]
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -280,13 +280,13 @@ def open_cells(
     columns = listed_columns(obs)
     wanted = None if vocab is None else open_vocab(vocab)
     on_disk: dict[str, Any] = {"obs": columns, "min_overlap": min_overlap}
-    place = source[0] if isinstance(source, list | tuple) and len(source) == 1 else source
-    if isinstance(place, str | os.PathLike):
-        place = os.fspath(place)
-        unfinished = not is_url(place) and is_unfinished(place)
-        if unfinished or is_collection(place, storage_options):
-            _check_unused(f"the store {place!r}", layer=layer, gene_key=gene_key, modality=modality)
-            return _open_store(place, wanted, storage_options, on_disk)
+    location = source[0] if isinstance(source, list | tuple) and len(source) == 1 else source
+    if isinstance(location, str | os.PathLike):
+        location = os.fspath(location)
+        unfinished = not is_url(location) and is_unfinished(location)
+        if unfinished or is_collection(location, storage_options):
+            _check_unused(f"the store {location!r}", layer=layer, gene_key=gene_key, modality=modality)
+            return _open_store(location, wanted, storage_options, on_disk)
     if is_query(source):
         _check_unused("the query", obs=obs, layer=layer, gene_key=gene_key, modality=modality)
         streams = source.streams(wanted)
@@ -314,20 +314,20 @@ def open_cells(
 
 
 def _open_store(
-    place: str | os.PathLike[str], vocab: GeneVocab | None, options: Mapping[str, Any] | None, on_disk: dict[str, Any]
+    store: str | os.PathLike[str], vocab: GeneVocab | None, options: Mapping[str, Any] | None, on_disk: dict[str, Any]
 ) -> Cells:
     from scforge.data.store import StoreCells
 
-    cells = StoreCells.open(place, vocab, storage_options=options, **on_disk)
-    logger.info("Opened %s: %s cells.", redacted(os.fspath(place)), f"{len(cells):,}")
+    cells = StoreCells.open(store, vocab, storage_options=options, **on_disk)
+    logger.info("Opened %s: %s cells.", redacted(os.fspath(store)), f"{len(cells):,}")
     return cells
 
 
-def _check_unused(place: str, **options: Any) -> None:
+def _check_unused(store: str, **options: Any) -> None:
     for name, value in options.items():
         if value is not None:
             raise OptionError(
-                f"has no effect, because {name} is set when {place} is created; omit {name}.",
+                f"has no effect, because {name} is set when {store} is created; omit {name}.",
                 argument=name,
                 value=value,
             )
@@ -597,14 +597,14 @@ def _counts(opened: StoredAdata, matrix: Matrix, layer: str | None) -> tuple[np.
     if problem is None:
         return sums, empty, f"{places[asked]} contains raw counts"
     text = f"{places.pop(asked)} {problem}, so it does not contain raw counts"
-    for place in filter(opened.has, places):
+    for key in filter(opened.has, places):
         # Whether a matrix that was not asked for can be read is of no matter.
         with contextlib.suppress(DataError):
-            sums, empty, problem = _summary(Matrix.of(opened.file[place], opened.path))
-            if problem is None and place == "raw/X":  # over other genes
+            sums, empty, problem = _summary(Matrix.of(opened.file[key], opened.path))
+            if problem is None and key == "raw/X":  # over other genes
                 return None, None, f"{text}; raw contains them, see adata.raw.to_adata()"
             if problem is None:
-                return sums, empty, f"{text}; {places[place]} contains them"
+                return sums, empty, f"{text}; {places[key]} contains them"
     return None, None, text
 
 

@@ -97,9 +97,9 @@ def select_genes(
     totals = row_sums(counts)
     # Genes are names without version or, with `within`, indices into it, in the order of their first column.
     keys = np.array([strip_version(name) for name in names]) if within is None else GeneMap.of(names, within).columns
-    known = np.ones(len(names), dtype=bool) if within is None else keys >= 0
+    in_vocab = np.ones(len(names), dtype=bool) if within is None else keys >= 0
     columns = np.full(len(names), -1, dtype=np.int64)
-    columns[known], genes = pd.factorize(keys[known])
+    columns[in_vocab], genes = pd.factorize(keys[in_vocab])
     if len(genes) < len(names):
         warn_summed(names, columns, names_place(gene_key))
         counts = sum_columns(counts, columns, len(genes))
@@ -111,7 +111,7 @@ def select_genes(
     chosen = _chosen(counts, totals, min_cells, n_top_genes, batches, kept)
     if within is None:
         return GeneVocab.from_genes([str(gene) for gene in genes[chosen]])
-    return _part_of(within, genes[chosen])
+    return _subset(within, genes[chosen])
 
 
 def variable_genes(
@@ -124,10 +124,10 @@ def variable_genes(
     assert cells.vocab is not None
     kept = kept_genes(keep_genes, cells.vocab, "the cells")
     batches = None if batch_key is None else texts_of(cells.column(batch_key), key=batch_key, argument="batch_key")
-    return _part_of(cells.vocab, _chosen(cells.counts, cells.totals, 3, n_top_genes, batches, kept))
+    return _subset(cells.vocab, _chosen(cells.counts, cells.totals, 3, n_top_genes, batches, kept))
 
 
-def _part_of(vocab: GeneVocab, genes: np.ndarray) -> GeneVocab:
+def _subset(vocab: GeneVocab, genes: np.ndarray) -> GeneVocab:
     release = vocab.release if vocab.chosen_from_data else f"{vocab.release}, {FROM_DATA}"
     return replace(vocab.subset(genes), release=release)
 

@@ -152,7 +152,7 @@ class StoreInfo:
         return cls._of(_attributes(path, storage_options), repr(os.fspath(path)))
 
     @classmethod
-    def _of(cls, attributes: Mapping[str, Any], place: str) -> StoreInfo:
+    def _of(cls, attributes: Mapping[str, Any], where: str) -> StoreInfo:
         content = attributes.get(STORE_KEY)
         if not isinstance(content, dict):
             problem = "is a folder but not a store; pass a folder that was written by scforge convert"
@@ -161,15 +161,15 @@ class StoreInfo:
                 problem = "is an AnnData, not a store; create a store with scforge convert SOURCE -o STORE"
             elif kind == _ENCODING["encoding-type"]:
                 problem = "is an annbatch collection from another program; convert its data with scforge convert"
-            raise DataError(f"{place} {problem}.")
+            raise DataError(f"{where} {problem}.")
         if content.get("format") != _FORMAT:
-            raise DataError(f"{place} has format {content.get('format')!r} of a later scforge version; update scforge.")
+            raise DataError(f"{where} has format {content.get('format')!r} of a later scforge version; update scforge.")
         try:
             return cls(**content)
         except ValidationError as error:
             wrong = error.errors(include_url=False)[0]
             raise DataError(
-                f"{place} is a corrupted store: {'.'.join(map(str, wrong['loc']))!r} in its metadata is invalid "
+                f"{where} is a corrupted store: {'.'.join(map(str, wrong['loc']))!r} in its metadata is invalid "
                 f"({wrong['msg']}); convert the data again."
             ) from error
 
@@ -355,7 +355,7 @@ class _Store:
             self.genes = np.array(self.vocab.genes, dtype=object).astype(str)
             self.measured = measured.any(axis=0)
             self._has_all_counts, self.content_hash = info.counts_kept == 1.0, info.content_hash
-            self.totals = np.concatenate([self._totals_of(dataset) for dataset in self._datasets])
+            self.totals = np.concatenate([self._read_totals(dataset) for dataset in self._datasets])
             if not self.totals.all():  # in a store of an earlier version, missing chunks come as zeros
                 raise self._damaged(f"the column {TOTAL} of its cells contains zeros")
             for name, values in {TOTAL: self.totals, _CHECKSUMS: self.checksums}.items():
@@ -400,7 +400,7 @@ class _Store:
         lengths = np.diff(indptr)
         return matrix, lengths.astype(np.min_scalar_type(int(lengths.max(initial=0))))
 
-    def _totals_of(self, dataset: Any) -> np.ndarray:
+    def _read_totals(self, dataset: Any) -> np.ndarray:
         """Return the total of each cell, as 32-bit integers if they fit."""
         totals = self._read(dataset, "obs", TOTAL)
         fit = ((totals == np.floor(totals)) & (totals < 2**32)).all()

@@ -33,9 +33,9 @@ class WholePipeline(ZarrsCodecPipeline):
         chunks = list(batch_info)
         await super().read(chunks, out, drop_axes)
         # Afterwards, because a file that was there before may not have been there in between. Requests share files.
-        for path, place in {place.path: place for place, *_ in chunks}.items():
-            if isinstance(place.store, LocalStore) and not (place.store.root / path).exists():
-                raise missing_chunk(place.store, path)
+        for path, chunk in {chunk.path: chunk for chunk, *_ in chunks}.items():
+            if isinstance(chunk.store, LocalStore) and not (chunk.store.root / path).exists():
+                raise missing_chunk(chunk.store, path)
 
 
 register_pipeline(WholePipeline)

@@ -24,13 +24,13 @@ DATA_FOLDER = "SCFORGE_DATA"
 
 def find_file(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
     """Return the h5ad file of a data set, from the package, from `folder`, or from ``SCFORGE_DATA``."""
-    card, place = get_card(name), _place(folder)
+    card, location = get_card(name), _place(folder)
     if card.embedded:
         # The package is a folder: its data are read in place everywhere.
         return Path(str(resources.files("scforge.datasets").joinpath("data", f"{name}.h5ad")))
-    if place is not None and (file := Path(place) / f"{name}.h5ad").is_file():
+    if location is not None and (file := Path(location) / f"{name}.h5ad").is_file():
         return file
-    where = f"in {str(place)!r}" if place else f"because neither folder nor {DATA_FOLDER} is set"
+    where = f"in {str(location)!r}" if location else f"because neither folder nor {DATA_FOLDER} is set"
     raise MissingFileError(
         f"the data set {name!r} was not found {where}; to get {name}.h5ad, {card.how_to_get.rstrip('.')}."
     )
@@ -83,14 +83,14 @@ def load(
     card = get_card(name)
     if card.embedded:
         return read_bundled(name)
-    place = _place(folder)
-    if download and card.pertpy is not None and not (place and Path(place, f"{name}.h5ad").is_file()):
+    location = _place(folder)
+    if download and card.pertpy is not None and not (location and Path(location, f"{name}.h5ad").is_file()):
         return _checked(_from_pertpy(card, card.pertpy), card)
     path = find_file(name, folder)
-    if verify and card.sha256 is not None and (found := sha256_of(path)) != card.sha256:
+    if verify and card.sha256 is not None and (checksum := sha256_of(path)) != card.sha256:
         raise DataError(
-            f"{str(path)!r} does not match the checksum in the card {name!r} (SHA-256 {found}); pass verify=False to "
-            "use your own file."
+            f"{str(path)!r} does not match the checksum in the card {name!r} (SHA-256 {checksum}); pass verify=False "
+            "to use your own file."
         )
     return _checked(read_h5ad(path), card)
 

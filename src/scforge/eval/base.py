@@ -195,7 +195,7 @@ class Benchmark(ABC):
         """
         if self.subject != "embedding":
             return None
-        made = as_array(made)
+        embedding = as_array(made)
         n_groups = self.n_units(reference)
         if n_groups is not None and n_groups < MIN_GROUPS:
             return None
@@ -206,7 +206,7 @@ class Benchmark(ABC):
             labels_key=getattr(self, "labels_key", None),
             groups_key=getattr(self, "groups_key", None),
         )
-        table = self._on_parts(made, reference, halves)
+        table = self._on_parts(embedding, reference, halves)
         if n_groups is None:
             return table
         n_drawn = n_groups // 2
@@ -318,9 +318,9 @@ def get_benchmark(name: str, **options: Any) -> Benchmark:
 
 def _check_given(name: str, options: Mapping[str, Any], besides: Sequence[str] = ()) -> None:
     """Raise an error if a benchmark option is unknown, or if a required option is not given by the user or the data."""
-    known = options_of(name)
-    check_options("benchmark option", name, options, list(known))
-    for option, needed in known.items():
+    accepted = options_of(name)
+    check_options("benchmark option", name, options, list(accepted))
+    for option, needed in accepted.items():
         if needed and option not in options and option not in besides:
             what = f"{option}, a column of obs" if option in KEYS else f"the option {option}"
             raise OptionError(f"the benchmark {name!r} requires {what}; pass this argument.")
@@ -422,8 +422,8 @@ class Evaluation:
     @property
     def subject(self) -> str:
         """The subject of the benchmark, see :class:`Benchmark`."""
-        made = self.benchmark
-        return made.subject if isinstance(made, Benchmark) else BENCHMARKS.get(made).subject
+        benchmark = self.benchmark
+        return benchmark.subject if isinstance(benchmark, Benchmark) else BENCHMARKS.get(benchmark).subject
 
     def missing(self, keys: Mapping[str, str | None]) -> list[str]:
         """Return the missing options of the benchmark; for `keys`, see :meth:`made`."""
@@ -446,9 +446,9 @@ class Evaluation:
 
     def _from_data(self, keys: Mapping[str, str | None]) -> dict[str, str]:
         """Return the columns that the card or data module specifies and the benchmark uses."""
-        known = options_of(cast("str", self.benchmark))
-        found = {**self.card_columns, **{name: key for name, key in keys.items() if key is not None}}
-        return {name: key for name, key in found.items() if name in known}
+        accepted = options_of(cast("str", self.benchmark))
+        columns = {**self.card_columns, **{name: key for name, key in keys.items() if key is not None}}
+        return {name: key for name, key in columns.items() if name in accepted}
 
 
 type Entry = str | Benchmark | Evaluation | Mapping[str, Mapping[str, Any] | None]
@@ -491,15 +491,17 @@ def resolve(evaluations: Sequence[Evaluation], datasets: Mapping[str, Any]) -> l
     MissingFileError
         If a path does not exist.
     """
-    titles = [one.title for one in evaluations]
+    titles = [evaluation.title for evaluation in evaluations]
     resolved: list[Evaluation] = []
-    for one in evaluations:
-        title = one.title
-        if titles.count(title) > 1 and one.name is None and isinstance(one.dataset, str | os.PathLike):
-            title = f"{title}_{stem_of(os.fspath(one.dataset))}"
+    for evaluation in evaluations:
+        title = evaluation.title
+        if titles.count(title) > 1 and evaluation.name is None and isinstance(evaluation.dataset, str | os.PathLike):
+            title = f"{title}_{stem_of(os.fspath(evaluation.dataset))}"
         if any(other.name == title for other in resolved):
             raise OptionError(f"two evaluations have the name {title!r}; set a different name for one of them.")
-        resolved.append(replace(one, name=title, dataset=_find(one, datasets), **_columns(one, datasets)))
+        resolved.append(
+            replace(evaluation, name=title, dataset=_find(evaluation, datasets), **_columns(evaluation, datasets))
+        )
     return resolved
 
 
@@ -520,14 +522,14 @@ def _find(evaluation: Evaluation, datasets: Mapping[str, Any]) -> Any:
     if not isinstance(given, str | os.PathLike) or evaluation.held_out:
         return given
     name = os.fspath(given)
-    place = datasets.get(name, name)
-    if not isinstance(place, str | os.PathLike):
-        return place
-    place = os.fspath(place)
-    if is_url(place) or Path(place).exists():
-        return place
+    location = datasets.get(name, name)
+    if not isinstance(location, str | os.PathLike):
+        return location
+    location = os.fspath(location)
+    if is_url(location) or Path(location).exists():
+        return location
     if name in datasets or Path(name).suffix or len(Path(name).parts) > 1:
-        raise MissingFileError(f"the data set {place!r} of {evaluation.title!r} does not exist; check the path.")
+        raise MissingFileError(f"the data set {location!r} of {evaluation.title!r} does not exist; check the path.")
     if name in list_cards():
         return str(find_file(name))
     file = Path(os.environ.get(DATA_FOLDER, f"${DATA_FOLDER}"), f"{name}.h5ad")

@@ -261,23 +261,23 @@ def embedding_baselines(
     def components(n_comps: int, scale: bool = False) -> np.ndarray:
         return pca_embedding(adata, n_comps=n_comps, scale=scale, seed=seed, **genes)
 
-    found: dict[str, np.ndarray] = {}
+    embeddings: dict[str, np.ndarray] = {}
     for name in names:
         start = time.perf_counter()
         if name == "hvg":
-            found[name] = chosen.X.toarray()
+            embeddings[name] = chosen.X.toarray()
         elif name in ("pca", "pca_scaled"):
-            found[str(name)] = components(dims, name == "pca_scaled")
+            embeddings[str(name)] = components(dims, name == "pca_scaled")
         elif name == "harmony":
             assert batch_key is not None
-            found[name] = harmony_correct(components(dims), _batches(adata, batch_key), seed=seed)
+            embeddings[name] = harmony_correct(components(dims), _batches(adata, batch_key), seed=seed)
         elif name == "scvi":
             if progress_bar:
                 announce(
                     f"baseline 'scvi': training scVI on {adata.n_obs:,} cells, which is the slowest baseline; use "
                     f"{spelled("baselines=['pca']", '--against pca')} to skip it ..."
                 )
-            found[name] = scvi_embedding(
+            embeddings[name] = scvi_embedding(
                 *(adata, batch_key),
                 layer=layer,
                 n_top_genes=n_top_genes,
@@ -286,13 +286,13 @@ def embedding_baselines(
                 progress_bar=progress_bar,
             )
         elif name == "random":
-            found[name] = np.random.default_rng(seed).standard_normal((adata.n_obs, dims), dtype=np.float32)
+            embeddings[name] = np.random.default_rng(seed).standard_normal((adata.n_obs, dims), dtype=np.float32)
         else:
-            found[f"PCA, {name} components"] = components(int(name))
-            found[f"PCA of scaled genes, {name} components"] = components(int(name), True)
+            embeddings[f"PCA, {name} components"] = components(int(name))
+            embeddings[f"PCA of scaled genes, {name} components"] = components(int(name), True)
         if progress_bar:
             announce(f"baseline {name!r}: {duration(time.perf_counter() - start)}")
-    return found
+    return embeddings
 
 
 def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: str | None = None) -> None:
@@ -504,11 +504,11 @@ def classification_baselines(inputs: BaselineInputs, classes: np.ndarray, n_clas
 
     def probabilities(model: Any, features: tuple[Any, Any]) -> np.ndarray:
         full = np.zeros((features[1].shape[0], n_classes))
-        known = np.unique(classes)
-        if len(known) == 1:
-            full[:, known] = 1.0
+        present = np.unique(classes)
+        if len(present) == 1:
+            full[:, present] = 1.0
         elif features[1].shape[0]:
-            full[:, known] = model.fit(features[0], classes).predict_proba(features[1])
+            full[:, present] = model.fit(features[0], classes).predict_proba(features[1])
         return full
 
     shares = np.bincount(classes, minlength=n_classes) / max(1, len(classes))

@@ -86,21 +86,21 @@ class BenchmarkCallback(Callback):
         keys = {name: key if key is not None else getattr(data, name) for name, key in self._keys.items()}
         opened: dict[tuple[Any, int | None], ScoredCells] = {}
         self._runs, self._failed = [], set()
-        for one in self.evaluations:
-            benchmark = one.made(keys)
-            place = (one.place, one.max_cells)
-            if place not in opened:
-                opened[place] = (
-                    ScoredCells.choose(data.bound, data.validation_rows, one.max_cells)
-                    if one.held_out
-                    else ScoredCells.open(one.dataset, data.bound.vocab, one.max_cells)
+        for evaluation in self.evaluations:
+            benchmark = evaluation.made(keys)
+            source = (evaluation.place, evaluation.max_cells)
+            if source not in opened:
+                opened[source] = (
+                    ScoredCells.choose(data.bound, data.validation_rows, evaluation.max_cells)
+                    if evaluation.held_out
+                    else ScoredCells.open(evaluation.dataset, data.bound.vocab, evaluation.max_cells)
                 )
             try:
-                benchmark.check(opened[place].obs)
+                benchmark.check(opened[source].obs)
             except ScforgeError as error:
-                where = "the held-out cells" if one.held_out else f"the cells of {one.place}"
-                raise type(error)(f"the benchmark {one.name!r} cannot score {where}: {error}") from error
-            self._runs.append((str(one.name), benchmark, opened[place]))
+                where = "the held-out cells" if evaluation.held_out else f"the cells of {evaluation.place}"
+                raise type(error)(f"the benchmark {evaluation.name!r} cannot score {where}: {error}") from error
+            self._runs.append((str(evaluation.name), benchmark, opened[source]))
         if not _embeds(trainer):
             # Checked like everywhere, so that every process stops alike, but nothing more to do here.
             self._runs = []

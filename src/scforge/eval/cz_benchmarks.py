@@ -69,16 +69,16 @@ def _input(
     if missing := [argument for argument in KEYS[name] if keys[argument] is None]:
         raise OptionError(f"the task {name!r} requires {missing[0]}; pass this argument.")
     with _told(name, seed):
-        made = _made(name, adata, keys, layer=layer, seed=seed)
+        fields = _made(name, adata, keys, layer=layer, seed=seed)
     # The package would ignore options that it does not know.
-    known = [option for option in model.model_fields if option not in made or option == "pred_effect_operation"]
-    check_options("option", name, options, known)
+    choices = [option for option in model.model_fields if option not in fields or option == "pred_effect_operation"]
+    check_options("option", name, options, choices)
     try:
-        return model(**{**made, **options})
+        return model(**{**fields, **options})
     except ValidationError as error:
         problem = error.errors()[0]
-        told = first_line(ValueError(problem["msg"]))
-        raise OptionError(f"{name} does not accept {problem['loc'][0]}={problem['input']!r}: {told}.") from None
+        message = first_line(ValueError(problem["msg"]))
+        raise OptionError(f"{name} does not accept {problem['loc'][0]}={problem['input']!r}: {message}.") from None
 
 
 def _made(name: str, adata: AnnData, keys: Mapping[str, str | None], *, layer: str | None, seed: int) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _made(name: str, adata: AnnData, keys: Mapping[str, str | None], *, layer: s
         return {"adata": cells, "pred_effect_operation": "difference"}
     labels = _column(adata, "labels_key", str(keys["labels_key"]))
     if name in TWO_ORGANISMS:
-        return _of_organisms(name, adata, labels, keys)
+        return _organism_fields(name, adata, labels, keys)
     if name == "batch_integration":
         return {"labels": labels, "batch_labels": _column(adata, "batch_key", str(keys["batch_key"]))}
     if name == "label_prediction":
@@ -117,18 +117,18 @@ def by_organism(organisms: pd.Series) -> dict[str, np.ndarray]:
     return {name: np.flatnonzero(names == name) for name in dict.fromkeys(names)}
 
 
-def _of_organisms(name: str, adata: AnnData, labels: pd.Series, keys: Mapping[str, str | None]) -> dict[str, Any]:
+def _organism_fields(name: str, adata: AnnData, labels: pd.Series, keys: Mapping[str, str | None]) -> dict[str, Any]:
     from czbenchmarks.datasets.types import Organism
 
     rows = by_organism(_column(adata, "organism_key", str(keys["organism_key"])))
-    known = {str(organism): organism for organism in Organism}
+    by_name = {str(organism): organism for organism in Organism}
     for organism in rows:
-        check_known("organism", organism, known, "the organisms of cz-benchmarks")
-    parts = [labels.iloc[found].reset_index(drop=True) for found in rows.values()]
-    organisms = [known[organism] for organism in rows]
+        check_known("organism", organism, by_name, "the organisms of cz-benchmarks")
+    parts = [labels.iloc[positions].reset_index(drop=True) for positions in rows.values()]
+    organisms = [by_name[organism] for organism in rows]
     if name == "cross-species_integration":
         return {"labels": parts, "organism_list": organisms}
-    made = {"labels": parts, "organisms": organisms, "aggregation_method": "none"}
+    fields = {"labels": parts, "organisms": organisms, "aggregation_method": "none"}
     groups = None if keys["groups_key"] is None else _column(adata, "groups_key", keys["groups_key"])
     alone = set.union(*map(set, parts)) - set.intersection(*map(set, parts))
     if alone or (groups is not None and (labels.groupby(groups.to_numpy()).nunique() > 1).any()):
@@ -138,9 +138,9 @@ def _of_organisms(name: str, adata: AnnData, labels: pd.Series, keys: Mapping[st
             labels_key=keys["labels_key"],
         )
     if groups is not None:
-        made["sample_ids"] = [groups.iloc[found].reset_index(drop=True) for found in rows.values()]
-        made["aggregation_method"] = "mean"
-    return made
+        fields["sample_ids"] = [groups.iloc[positions].reset_index(drop=True) for positions in rows.values()]
+        fields["aggregation_method"] = "mean"
+    return fields
 
 
 def _with_effects(adata: AnnData, perturbation_key: str, control: str, *, layer: str | None, seed: int) -> AnnData:
@@ -169,7 +169,7 @@ def _with_effects(adata: AnnData, perturbation_key: str, control: str, *, layer:
     for name in names:
         treated = ids[conditions == name]
         drawn = rng.choice(controls, size=len(treated), replace=len(treated) > len(controls))
-        pairs[name] = dict(zip(treated, (str(one) for one in drawn), strict=True))
+        pairs[name] = dict(zip(treated, (str(cell) for cell in drawn), strict=True))
     columns = {"group": "condition", "names": "gene_id", "logfoldchanges": "logfoldchange"}
     effects = changed[list(columns)].rename(columns=columns).astype({"condition": str, "gene_id": str})
     effects = effects.reset_index(drop=True)
@@ -253,17 +253,17 @@ def run_cz_task(
     columns = {argument: options.pop(argument, None) for argument in _COLUMNS}
     keys = [keys] if isinstance(keys, str) else keys
     kinds: dict[str, Kind] = dict(keys) if isinstance(keys, Mapping) else dict.fromkeys(keys, "model")
-    where, place = ("layers", adata.layers) if name == EXPRESSION_TASK else ("obsm", adata.obsm)
+    where, arrays = ("layers", adata.layers) if name == EXPRESSION_TASK else ("obsm", adata.obsm)
     for key in kinds:
-        check_known("keys", key, place, f"adata.{where}")
-    made = {key: as_array(place[key]) for key in kinds}
+        check_known("keys", key, arrays, f"adata.{where}")
+    outputs = {key: as_array(arrays[key]) for key in kinds}
     task = registry.get_task_class(name)(random_seed=check_seed(seed))
     inputs = _input(name, adata, task.input_model, columns, layer=layer, seed=seed, options=options)
     if baseline:
         title, values = _baseline(name, task, adata, inputs, layer=layer, seed=seed)
-        made[title], kinds[title] = values, "baseline"
+        outputs[title], kinds[title] = values, "baseline"
     lines = []
-    for method, values in made.items():
+    for method, values in outputs.items():
         given: Any = values
         if name in TWO_ORGANISMS:
             given = [values[rows] for rows in by_organism(adata.obs[columns["organism_key"]]).values()]
@@ -272,8 +272,12 @@ def run_cz_task(
             results = task.run(given, inputs)
         facts = {"task": name, "method": method, "kind": kinds[method]}
         rest = {"n_dims": values.shape[1], "seconds": time.perf_counter() - start}
-        for one in results:
-            figure = {"metric": one.metric_type.value, "value": float(one.value), "params": dict(one.params or {})}
+        for result in results:
+            figure = {
+                "metric": result.metric_type.value,
+                "value": float(result.value),
+                "params": dict(result.params or {}),
+            }
             lines.append({**facts, **figure, **rest})
     return pd.DataFrame(lines)
 
@@ -443,7 +447,7 @@ def _cells(obs: pd.DataFrame) -> AnnData:
 
 def _scores(frame: pd.DataFrame) -> dict[str, float]:
     """Return report columns with their values, averaged over the rows of :func:`run_cz_task`."""
-    figures = [_figure(*one) for one in zip(frame["metric"], frame["params"], strict=True)]
+    figures = [_figure(*pair) for pair in zip(frame["metric"], frame["params"], strict=True)]
     means = frame["value"].groupby(figures, sort=False).mean()
     return {str(figure): float(value) for figure, value in means.items() if figure}
 
@@ -476,12 +480,12 @@ def _baseline(
     smaller = min(adata.shape) - 1
     if name in TWO_ORGANISMS:
         return "PCA of all organisms", pca_embedding(adata, n_comps=min(_COMPONENTS, smaller), layer=layer, seed=seed)
-    known = task.baseline_model.model_fields
+    accepted = task.baseline_model.model_fields
     sizes = {"n_top_genes": min(_TOP_GENES, adata.n_vars), "n_pcs": min(_COMPONENTS, smaller)}
-    wanted = task.baseline_model(**{key: value for key, value in sizes.items() if key in known})
+    wanted = task.baseline_model(**{key: value for key, value in sizes.items() if key in accepted})
     # Sparse integers would go through log1p of scanpy as they are.
     counts = counts_of(adata, layer).astype(np.float32)
-    title = "PCA (cz-benchmarks)" if "n_pcs" in known else "raw counts (cz-benchmarks)"
+    title = "PCA (cz-benchmarks)" if "n_pcs" in accepted else "raw counts (cz-benchmarks)"
     return title, np.asarray(task.compute_baseline(counts, wanted))
 
 

@@ -65,8 +65,8 @@ class ExpressionSpace:
 
         genes = np.flatnonzero(expression.getnnz(axis=0) >= _MIN_CELLS)
         if len(genes) < 2 or expression.shape[0] < 3:
-            found = f"{expression.shape[0]} training cells with {len(genes)} genes"
-            raise DataError(f"{found} are too few for expression baselines; use more cells, or pass baselines=False.")
+            size = f"{expression.shape[0]} training cells with {len(genes)} genes"
+            raise DataError(f"{size} are too few for expression baselines; use more cells, or pass baselines=False.")
         if n_top_genes < len(genes):
             work = anndata.AnnData(expression[:, genes], uns={"log1p": {"base": None}})
             sc.pp.highly_variable_genes(work, n_top_genes=n_top_genes)

@@ -212,13 +212,13 @@ class Generation(Benchmark):
         """Return the masks of generated and real cells for each label."""
         if self.labels_key is None:
             return []
-        of_made, of_real = (_labels(some, self.labels_key) for some in (made, reference))
+        of_made, of_real = (_labels(adata, self.labels_key) for adata in (made, reference))
         n_real = of_real.value_counts().sort_index()
         # The real cells alone decide: a method must not choose what it is judged by.
         names, few = n_real.index[n_real >= MIN_CELLS], n_real.index[n_real < MIN_CELLS]
         lacking = [name for name in names if (of_made == name).sum() < MIN_CELLS]
-        told = {"leave out": (few, "real"), "are NaN because of": (lacking, "generated")}
-        for what, (labels, of) in told.items():
+        too_few = {"leave out": (few, "real"), "are NaN because of": (lacking, "generated")}
+        for what, (labels, of) in too_few.items():
             if len(labels):
                 warn(f"Per-label scores {what} labels with fewer than {MIN_CELLS} {of} cells: {listing(labels)}.")
         return [((of_made == name).to_numpy(), (of_real == name).to_numpy()) for name in names]
@@ -228,18 +228,18 @@ class Generation(Benchmark):
         moments = [_moments(parts.made, of_made), _moments(parts.real, of_real)]
         both = [weights[:, rows] for weights, rows in ((of_made, parts.rows_made), (of_real, parts.rows_real))]
         figures = {
-            name: _correlations(one, other)
-            for name, one, other in zip(("gene_mean_r", "gene_variance_r", "gene_dropout_r"), *moments, strict=True)
+            name: _correlations(values, other)
+            for name, values, other in zip(("gene_mean_r", "gene_variance_r", "gene_dropout_r"), *moments, strict=True)
         }
         figures["mmd"] = mmd_squared(parts.kernels, *both)
         figures["c2st"] = _areas(parts.scores, np.hstack(both))
         if self.labels_key is not None:
             each = []
-            for made, real in parts.groups:
-                means = [_moments(parts.made, of_made * made)[0], _moments(parts.real, of_real * real)[0]]
-                weights = both[0] * made[parts.rows_made], both[1] * real[parts.rows_real]
+            for generated, real in parts.groups:
+                means = [_moments(parts.made, of_made * generated)[0], _moments(parts.real, of_real * real)[0]]
+                weights = both[0] * generated[parts.rows_made], both[1] * real[parts.rows_real]
                 each.append([_correlations(*means), mmd_squared(parts.kernels, *weights)])
-            few = any(made.sum() < MIN_CELLS for made, _ in parts.groups)
+            few = any(generated.sum() < MIN_CELLS for generated, _ in parts.groups)
             averaged = np.full((2, len(of_made)), np.nan) if few or not each else np.mean(each, axis=0)
             figures["label_gene_mean_r"], figures["label_mmd"] = averaged
         return figures
@@ -286,29 +286,31 @@ def _halves(n_cells: int, n: int, rng: np.random.Generator) -> np.ndarray:
     return (rng.random((n, n_cells)).argsort(axis=1) < n_cells // 2).astype(np.float64)
 
 
-def _kernels(made: np.ndarray, real: np.ndarray) -> tuple[np.ndarray, ...]:
+def _kernels(generated: np.ndarray, real: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return Gaussian kernels with the median distance between real cells as bandwidth."""
     from sklearn.metrics.pairwise import euclidean_distances, rbf_kernel
 
     width = float(np.median(euclidean_distances(real, squared=True)[np.triu_indices(len(real), 1)]))
     if width == 0:
         raise DataError("more than half of the real cells have identical expression; use other cells.")
-    return tuple(rbf_kernel(*pair, gamma=1 / (2 * width)) for pair in ((made, made), (real, real), (made, real)))
+    return tuple(
+        rbf_kernel(*pair, gamma=1 / (2 * width)) for pair in ((generated, generated), (real, real), (generated, real))
+    )
 
 
-def _told_apart(made: sparse.csr_matrix, real: sparse.csr_matrix, n_comps: int, seed: int) -> np.ndarray:
+def _told_apart(generated: sparse.csr_matrix, real: sparse.csr_matrix, n_comps: int, seed: int) -> np.ndarray:
     """Return the probability that held-out cells are real according to trees, generated cells first, shape (2 N,)."""
     from sklearn.ensemble import ExtraTreesClassifier
     from sklearn.model_selection import StratifiedKFold, cross_val_predict
 
-    cells = sparse.vstack([made, real], format="csr")
+    cells = sparse.vstack([generated, real], format="csr")
     # Components of one side would lie nearer to its own cells, which alone would tell them.
     pca = principal_components(cells, n_comps, seed)
     places = np.asarray(pca.transform(cells), dtype=np.float64)
     lengths = np.asarray(cells.power(2).sum(axis=1)).ravel() - 2 * (cells @ pca.mean_) + pca.mean_ @ pca.mean_
     away = np.sqrt(np.maximum(lengths - (places**2).sum(axis=1), 0.0))
     seen = np.column_stack([places, away, np.diff(cells.indptr)])
-    truth = np.repeat([False, True], [made.shape[0], real.shape[0]])
+    truth = np.repeat([False, True], [generated.shape[0], real.shape[0]])
     folds = StratifiedKFold(5, shuffle=True, random_state=seed)
     trees = ExtraTreesClassifier(50, random_state=seed)
     return cross_val_predict(trees, seen, truth, cv=folds, method="predict_proba")[:, 1]
@@ -319,7 +321,7 @@ def _areas(scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
     from sklearn.metrics import roc_auc_score
 
     real = np.arange(len(scores)) >= len(scores) // 2
-    areas = [roc_auc_score(real, scores, sample_weight=some) for some in weights]
+    areas = [roc_auc_score(real, scores, sample_weight=draw) for draw in weights]
     return 0.5 + np.abs(np.array(areas) - 0.5)
 
 
@@ -334,11 +336,11 @@ def _moments(cells: sparse.csr_matrix, weights: np.ndarray) -> tuple[np.ndarray,
     return mean, np.where(variance > _ROUNDING * squares, variance, 0.0), 1.0 - with_gene
 
 
-def _correlations(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+def _correlations(first: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Return Pearson correlations of rows, float64, shape (R,), or NaN if one of the two rows does not vary."""
-    one, other = (rows - rows.mean(axis=1, keepdims=True) for rows in (one, other))
-    lengths = np.sqrt((one**2).sum(axis=1) * (other**2).sum(axis=1))
-    return np.where(lengths > 0, (one * other).sum(axis=1) / np.where(lengths > 0, lengths, 1.0), np.nan)
+    first, other = (rows - rows.mean(axis=1, keepdims=True) for rows in (first, other))
+    lengths = np.sqrt((first**2).sum(axis=1) * (other**2).sum(axis=1))
+    return np.where(lengths > 0, (first * other).sum(axis=1) / np.where(lengths > 0, lengths, 1.0), np.nan)
 
 
 def check_disjoint(train: Iterable[object] | AnnData, test: Iterable[object] | AnnData, *, what: str = "cells") -> None:
@@ -370,16 +372,17 @@ def check_disjoint(train: Iterable[object] | AnnData, test: Iterable[object] | A
         ...
     scforge.errors.DataError: 1 of 2 test donors are also training donors (first: 'b'); remove them from one of the two.
     """
-    ids = [pd.Index(some.obs_names if isinstance(some, anndata.AnnData) else list(some)) for some in (train, test)]
+    ids = [pd.Index(cells.obs_names if isinstance(cells, anndata.AnnData) else list(cells)) for cells in (train, test)]
     if (both := ids[1].isin(ids[0])).any():
         first = f"(first: {str(ids[1][both][0])!r}); remove them from one of the two"
         raise DataError(f"{int(both.sum())} of {len(ids[1])} test {what} are also training {what} {first}.")
     if isinstance(train, anndata.AnnData) and isinstance(test, anndata.AnnData):
         genes = test.var_names.intersection(train.var_names)
-        one, other = (
-            sparse.csr_matrix(some.X, dtype=np.float32)[:, some.var_names.get_indexer(genes)] for some in (train, test)
+        seen, other = (
+            sparse.csr_matrix(cells.X, dtype=np.float32)[:, cells.var_names.get_indexer(genes)]
+            for cells in (train, test)
         )
-        check_copies(copied_rows(other, one), f"test {what} {SAME_CELL}")
+        check_copies(copied_rows(other, seen), f"test {what} {SAME_CELL}")
 
 
 def check_copies(same: np.ndarray, what: str) -> None:
@@ -396,8 +399,8 @@ def copied_rows(matrix: sparse.csr_matrix, known: sparse.csr_matrix) -> np.ndarr
 
     Values are equal if they agree to three decimals, because log values from scanpy and scforge differ by rounding.
     """
-    (found, looked_at), (others, telling) = _row_hashes(matrix), _row_hashes(known)
-    return np.isin(found, others[telling]) & looked_at
+    (hashes, looked_at), (others, telling) = _row_hashes(matrix), _row_hashes(known)
+    return np.isin(hashes, others[telling]) & looked_at
 
 
 def _row_hashes(matrix: sparse.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
@@ -454,17 +457,17 @@ def check_features(
     labels = pd.Series([keys.label(targets) for targets in of_cells])
     cells_of = labels.groupby(labels).indices
     controls = cells_of.pop("", None)
-    known = features.set_axis(features.index.astype(str))
-    known = known[known.index.isin(list(cells_of))]
-    own = known.to_numpy(dtype=np.float64)
-    for where, matrix in _representations(real) if len(known) else ():
-        means = np.array([_mean(matrix, cells_of[name]) for name in known.index])
+    table = features.set_axis(features.index.astype(str))
+    table = table[table.index.isin(list(cells_of))]
+    own = table.to_numpy(dtype=np.float64)
+    for where, matrix in _representations(real) if len(table) else ():
+        means = np.array([_mean(matrix, cells_of[name]) for name in table.index])
         plain = 0.0 if controls is None else _mean(matrix, controls)
-        copied = known.index[:0]
+        copied = table.index[:0]
         if own.shape == means.shape:
-            copied = known.index[_same_rows(own, means) | _same_rows(own, means - plain)]
+            copied = table.index[_same_rows(own, means) | _same_rows(own, means - plain)]
         if len(copied) or _same_columns(own, means):
-            name = [*copied, known.index[0]][0]
+            name = [*copied, table.index[0]][0]
             raise DataError(
                 f"contains the mean of {where} over the held-out cells of {name!r}; pass features that were "
                 "computed without these cells.",
@@ -474,34 +477,34 @@ def check_features(
 
 def _representations(adata: AnnData) -> list[tuple[str, np.ndarray | sparse.csr_matrix]]:
     """Return the name of each cell matrix, with the matrix on its scale."""
-    found = [(f"obsm[{key!r}]", np.asarray(adata.obsm[key])) for key in adata.obsm]
+    matrices = [(f"obsm[{key!r}]", np.asarray(adata.obsm[key])) for key in adata.obsm]
     for key, matrix in {None: adata.X, **dict(adata.layers)}.items():
         if matrix is not None:
             where = "X" if key is None else f"layers[{key!r}]"
-            found.append((where, matrix))
+            matrices.append((where, matrix))
             if holds_counts(adata, key):
-                found.append((f"the log1p CP10K values of {where}", log_normalized(adata, key, argument="real")))
-    return found
+                matrices.append((f"the log1p CP10K values of {where}", log_normalized(adata, key, argument="real")))
+    return matrices
 
 
 def _mean(matrix: np.ndarray | sparse.csr_matrix, rows: np.ndarray) -> np.ndarray:
     return np.asarray(matrix[rows].mean(axis=0), dtype=np.float64).ravel()
 
 
-def _same_rows(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+def _same_rows(first: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Return which rows are equal up to a factor; short rows, which match by chance, must be exactly equal."""
-    if one.shape[1] < 3:
-        return np.isclose(one, other, rtol=_SAME, atol=0).all(axis=1) & one.any(axis=1)
-    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-    return ((one * other).sum(axis=1) > (1 - _SAME**2) * lengths) & (lengths > 0) & np.isfinite(lengths)
+    if first.shape[1] < 3:
+        return np.isclose(first, other, rtol=_SAME, atol=0).all(axis=1) & first.any(axis=1)
+    lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(other, axis=1)
+    return ((first * other).sum(axis=1) > (1 - _SAME**2) * lengths) & (lengths > 0) & np.isfinite(lengths)
 
 
 def _same_columns(ours: np.ndarray, means: np.ndarray) -> bool:
     """Return whether a column equals a column of means up to scale and offset, e.g. after standardization."""
     if len(ours) < _MIN_ROWS or not np.isfinite(ours).all():
         return False
-    one, other = (_unit_columns(values) for values in (ours, means))
-    blocks = (one[:, start : start + _BLOCK].T @ other for start in range(0, one.shape[1], _BLOCK))
+    first, other = (_unit_columns(values) for values in (ours, means))
+    blocks = (first[:, start : start + _BLOCK].T @ other for start in range(0, first.shape[1], _BLOCK))
     return any(bool(np.abs(alike).max(initial=0.0) > 1 - _SAME**2) for alike in blocks)
 
 
@@ -538,10 +541,14 @@ def compare_beside(
             f"contains {listing(taken)}; pass at least one method, and do not use the names of baselines.",
             argument=argument,
         )
-    told: dict[str, Kind] = {**dict.fromkeys(made, "model"), **(kinds or {}), **dict.fromkeys(baselines, "baseline")}
+    all_kinds: dict[str, Kind] = {
+        **dict.fromkeys(made, "model"),
+        **(kinds or {}),
+        **dict.fromkeys(baselines, "baseline"),
+    }
     if ceiling is not None:
-        told[ceiling] = "ceiling"
-    return compare(benchmark, {**made, **baselines}, reference, kinds=told, **options)
+        all_kinds[ceiling] = "ceiling"
+    return compare(benchmark, {**made, **baselines}, reference, kinds=all_kinds, **options)
 
 
 def generation_baselines(
@@ -577,18 +584,18 @@ def generation_baselines(
     rng = np.random.default_rng(seed)
     counts = counts_of(train, layer).astype(np.float64)
     wanted = np.full(labels, "") if isinstance(labels, int) else np.asarray(labels).astype(str)
-    known = np.full(train.n_obs, "") if labels_key is None else _labels(train, labels_key).to_numpy()
+    train_labels = np.full(train.n_obs, "") if labels_key is None else _labels(train, labels_key).to_numpy()
     obs = pd.DataFrame(
         {} if labels_key is None else {labels_key: wanted}, index=[f"cell{i}" for i in range(len(wanted))]
     )
-    if missing := sorted(set(wanted) - set(known)):
+    if missing := sorted(set(wanted) - set(train_labels)):
         raise DataError(f"no training cell has the label {listing(missing, most=3)}; leave out cells with this label.")
     totals = np.asarray(counts.sum(axis=1)).ravel()
     logs = log_normalized(train, layer, argument="train")
     parts: dict[str, list[sparse.csr_matrix]] = {CEILING: [], "independent genes": [], "mean and Poisson": []}
     places = []
     for label in dict.fromkeys(wanted):
-        rows, n = np.flatnonzero(known == label), int((wanted == label).sum())
+        rows, n = np.flatnonzero(train_labels == label), int((wanted == label).sum())
         places.append(np.flatnonzero(wanted == label))
         parts[CEILING].append(logs[rng.choice(rows, n, replace=n > len(rows))])
         parts["independent genes"].append(_independent(logs[rows].tocsc(), n, rng))
@@ -669,13 +676,13 @@ def evaluate_generation(
     >>> [row.name for row in report.rows]
     ['mine', 'training cells', 'independent genes', 'mean and Poisson']
     """
-    made = dict(generated) if isinstance(generated, Mapping) else {"generated": generated}
+    methods = dict(generated) if isinstance(generated, Mapping) else {"generated": generated}
     check_seeds(seeds)
     benchmark = Generation(labels_key, n_comps, max_cells, int(seeds[0]))
     check_disjoint(train.obs_names, real.obs_names)
     names = real.var_names
-    for some in (train, *made.values()):
-        names = names[names.isin(some.var_names)]
+    for adata in (train, *methods.values()):
+        names = names[names.isin(adata.var_names)]
     if len(names) < _MIN_GENES:
         raise DataError(
             f"only {len(names)} genes are shared by real, train and all generated cells; use the same gene names in "
@@ -693,22 +700,22 @@ def evaluate_generation(
         labels = _labels(real, labels_key).astype(str)
     baselines = generation_baselines(train, labels, labels_key=labels_key, layer=layer, seed=int(seeds[0]))
     reference = _on_genes(real, "the real cells", names, layer)
-    cells = {name: _on_genes(some, f"the cells of {name!r}", names, made=True) for name, some in made.items()}
+    cells = {name: _on_genes(adata, f"the cells of {name!r}", names, made=True) for name, adata in methods.items()}
     learned = _on_genes(train, "train", names, layer)
     check_copies(copied_rows(reference.X, learned.X), f"test cells {SAME_CELL}")
     check_complete(train, "train", real, layer=layer, layer_of_whole=layer)
     check_complete(real, "the real cells", train, layer=layer, layer_of_whole=layer)
-    for name, some in cells.items():
-        check_complete(made[name], f"the cells of {name!r}", real, layer_of_whole=layer)
-        same = copied_rows(some.X, reference.X)
+    for name, adata in cells.items():
+        check_complete(methods[name], f"the cells of {name!r}", real, layer_of_whole=layer)
+        same = copied_rows(adata.X, reference.X)
         check_copies(same, f"cells of generated[{name!r}] are identical to held-out cells")
-        if not holds_counts(made[name]) and (difference := scale_difference(some.X, reference.X)):
+        if not holds_counts(methods[name]) and (difference := scale_difference(adata.X, reference.X)):
             # What scforge generates is on this scale, however wrong it is.
-            if "generated" not in made[name].uns.get(UNS_KEY, {}):
+            if "generated" not in methods[name].uns.get(UNS_KEY, {}):
                 raise DataError(f"the cells of {name!r} have {difference}; pass counts.")
             notes.append(f"The cells of {name} have {difference}, so their total expression is too high or too low.")
-    baselines = {name: some[:, names].copy() for name, some in baselines.items()}
-    benchmark.max_cells = min(max_cells, reference.n_obs, *(some.n_obs for some in cells.values()))
+    baselines = {name: adata[:, names].copy() for name, adata in baselines.items()}
+    benchmark.max_cells = min(max_cells, reference.n_obs, *(adata.n_obs for adata in cells.values()))
     report = compare_beside(
         benchmark,
         "generated",

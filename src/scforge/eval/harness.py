@@ -77,8 +77,8 @@ def score(
     speaks, start = progress_bar and benchmark.ranks, time.perf_counter()
     if speaks:
         announce(f"{name}: scoring {len(made)} methods ...")
-    for n_done, (method, one) in enumerate(made.items(), 1):
-        runs = runs_of(one)
+    for n_done, (method, output) in enumerate(made.items(), 1):
+        runs = runs_of(output)
         of_runs = [pd.DataFrame([version.run(run, reference) for version in versions]) for run in runs]
         # Seeds of folds and training runs are not equal sources of variation: where there are training runs, theirs
         # counts.
@@ -105,7 +105,7 @@ def score(
     if groups_key is not None and n_units is not None:
         has_enough_groups(groups_key, n_units)
     best = {metric: _best(metric, means, kinds, measured) for metric in measured.metrics}
-    for method, one in made.items():
+    for method, output in made.items():
         table = draws[method]
         comparisons = {}
         if benchmark.ranks and kinds[method] in ("model", "untrained"):
@@ -126,14 +126,14 @@ def score(
                 method,
                 kinds[method],
                 means[method],
-                int(runs_of(one)[0].shape[1]) if benchmark.subject == "embedding" else None,
+                int(runs_of(output)[0].shape[1]) if benchmark.subject == "embedding" else None,
                 seconds.get(method),
                 name,
                 intervals={
                     str(metric): interval(means[method][metric], drawn.to_numpy(), n_units=n_units)
                     for metric, drawn in table.items()
                 },
-                spreads={str(metric): float(found.std(ddof=1)) for metric, found in scores[method].items()}
+                spreads={str(metric): float(column.std(ddof=1)) for metric, column in scores[method].items()}
                 if len(scores[method]) > 1
                 else {},
                 comparisons=comparisons,
@@ -165,7 +165,7 @@ def _best(
     metric: str, means: Mapping[str, Mapping[str, float]], kinds: Mapping[str, Kind], measured: Measured
 ) -> str | None:
     """Return the baseline with the best score."""
-    values = {method: found.get(metric, np.nan) for method, found in means.items() if kinds[method] == "baseline"}
+    values = {method: scores.get(metric, np.nan) for method, scores in means.items() if kinds[method] == "baseline"}
     values = {method: value for method, value in values.items() if np.isfinite(value)}
     return max(values, key=lambda method: measured.sign(metric) * values[method], default=None)
 
@@ -259,9 +259,9 @@ def evaluate(
     for key in kinds:
         check_known("obsm_keys", key, adata.obsm, "adata.obsm")
     keys = {"labels_key": labels_key, "batch_key": batch_key, "groups_key": groups_key}
-    made = made_of(benchmarks, keys)
+    created = made_of(benchmarks, keys)
     obs = adata.obs if rows is None else adata.obs.iloc[rows]
-    for benchmark in made.values():
+    for benchmark in created.values():
         check_scores_embeddings(title_of(benchmark), benchmark.subject)
         benchmark.check(obs)
     check_baselines(adata, baselines, batch_key=batch_key)
@@ -270,23 +270,23 @@ def evaluate(
     }
     _join_replicates(embeddings, kinds, replicates or {})
     genes: dict[str, Any] = {"batch_key": batch_key, "layer": layer}
-    found = embedding_baselines(adata, baselines, **genes, seed=int(seeds[0]), progress_bar=progress_bar)
-    of_baselines = {_TITLES.get(name, name): embedding for name, embedding in found.items()}
+    fitted = embedding_baselines(adata, baselines, **genes, seed=int(seeds[0]), progress_bar=progress_bar)
+    of_baselines = {_TITLES.get(name, name): embedding for name, embedding in fitted.items()}
     if taken := [name for name in of_baselines if name in embeddings]:
         raise OptionError(f"{taken[0]!r} is the name of a baseline; rename the embedding.")
     kinds |= dict.fromkeys(of_baselines, "baseline")
     embeddings = dict(sorted(embeddings.items(), key=lambda item: KINDS.index(kinds[item[0]])))
     report = Report(title)
-    for name, benchmark in made.items():
+    for name, benchmark in created.items():
         if hasattr(benchmark, "before_integration"):
-            of_pca = found if "pca" in found else embedding_baselines(adata, ["pca"], **genes)
+            of_pca = fitted if "pca" in fitted else embedding_baselines(adata, ["pca"], **genes)
             before = of_pca["pca"]
             benchmark = benchmark.before_integration(pd.DataFrame(before, index=adata.obs_names))
         score(
             report,
             name,
             benchmark,
-            {method: _of_rows(one, rows) for method, one in (embeddings | of_baselines).items()},
+            {method: _select_rows(embedding, rows) for method, embedding in (embeddings | of_baselines).items()},
             obs,
             kinds=kinds,
             seeds=seeds,
@@ -294,7 +294,7 @@ def evaluate(
             seconds=seconds or {},
             progress_bar=progress_bar,
         )
-    report.facts |= {"seeds": ", ".join(str(seed) for seed in seeds), "versions": _versions_of_packages()}
+    report.facts |= {"seeds": ", ".join(str(seed) for seed in seeds), "versions": _package_versions()}
     if key_added is not None:
         write_scores(adata, key_added, report.to_frame())
     return report
@@ -392,15 +392,15 @@ def embedding_evaluations(benchmarks: Entry | Sequence[Entry], datasets: Mapping
     MissingFileError
         If the file of a data set does not exist.
     """
-    found = resolve([to_evaluation(one) for one in entries_of(benchmarks)], datasets)
-    for one in found:
-        check_scores_embeddings(one.title, one.subject)
-    return found
+    evaluations = resolve([to_evaluation(entry) for entry in entries_of(benchmarks)], datasets)
+    for evaluation in evaluations:
+        check_scores_embeddings(evaluation.title, evaluation.subject)
+    return evaluations
 
 
 def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None]) -> dict[str, Benchmark]:
     """Create the benchmarks in a list, with unique names; `keys` contains default columns from the data."""
-    found: dict[str, Benchmark] = {}
+    created: dict[str, Benchmark] = {}
     for entry in entries_of(benchmarks):
         evaluation = to_evaluation(entry)
         if not evaluation.held_out or evaluation.max_cells not in (None, 10_000):
@@ -409,10 +409,10 @@ def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None])
                 "score directly.",
                 argument="dataset",
             )
-        if evaluation.title in found:
+        if evaluation.title in created:
             raise OptionError(f"two benchmarks are named {evaluation.title!r}; set a different name for one of them.")
-        found[evaluation.title] = evaluation.made(keys)
-    return found
+        created[evaluation.title] = evaluation.made(keys)
+    return created
 
 
 def check_seeds(seeds: Sequence[int]) -> None:
@@ -428,14 +428,14 @@ def _check_kinds(kinds: Mapping[str, Any]) -> None:
         check_choice(f"kinds[{method!r}]", kind, KINDS)
 
 
-def _of_rows(one: Any, rows: np.ndarray | None) -> Any:
+def _select_rows(embedding: Any, rows: np.ndarray | None) -> Any:
     """Return the given rows of an embedding, or of each run of a method."""
     if rows is None:
-        return one
-    return Replicates(run[rows] for run in one) if isinstance(one, Replicates) else one[rows]
+        return embedding
+    return Replicates(run[rows] for run in embedding) if isinstance(embedding, Replicates) else embedding[rows]
 
 
-def _versions_of_packages() -> str:
+def _package_versions() -> str:
     return ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
 
 
@@ -456,6 +456,6 @@ def _join_replicates(
                 f"of {name!r} have different kinds ({listing(keys)}); set one kind for all.",
                 argument="replicates",
             )
-        found = Replicates(embeddings.pop(key) for key in keys)
+        merged = Replicates(embeddings.pop(key) for key in keys)
         kinds[name] = [kinds.pop(key) for key in keys][0]
-        embeddings[name] = found
+        embeddings[name] = merged

@@ -58,8 +58,8 @@ def texts_in(obs: pd.DataFrame, key: str, *, argument: str = "labels_key", warns
     else:
         texts = texts_of(obs[key], key=key, argument=argument)
     if len(texts.categories) < 2:
-        found = f"only one value ({texts.categories[0]!r})" if len(texts.categories) else "no values"
-        raise DataError(f"has {found}; choose a column with at least two values.", argument=argument, value=key)
+        contents = f"only one value ({texts.categories[0]!r})" if len(texts.categories) else "no values"
+        raise DataError(f"has {contents}; choose a column with at least two values.", argument=argument, value=key)
     return texts
 
 
@@ -270,7 +270,7 @@ class CellTypeProbe(Benchmark):
         """Score the cell predictions, weighted by `weights`."""
         n_labels = plan.n_labels
         rare = np.bincount(plan.labels, minlength=n_labels) < self.rare_share * len(plan.labels)
-        found: dict[tuple[str, str], float] = {}
+        scores: dict[tuple[str, str], float] = {}
         for classifier, guesses in predicted.items():
             counts = np.bincount(plan.labels * n_labels + guesses, weights=weights, minlength=n_labels**2)
             pairs = counts.reshape(n_labels, n_labels)
@@ -278,10 +278,10 @@ class CellTypeProbe(Benchmark):
             present = true > 0
             tested = rare & present
             recall = float(np.mean(hits[tested] / true[tested])) if tested.any() else float("nan")
-            found[classifier, "macro_f1"] = float(np.mean(2 * hits[present] / (true + guessed)[present]))
-            found[classifier, "accuracy"] = float(hits.sum() / true.sum())
-            found[classifier, "rare_recall"] = recall
-        return {metric: found[source] for metric, source in self._scores.items()}
+            scores[classifier, "macro_f1"] = float(np.mean(2 * hits[present] / (true + guessed)[present]))
+            scores[classifier, "accuracy"] = float(hits.sum() / true.sum())
+            scores[classifier, "rare_recall"] = recall
+        return {metric: scores[source] for metric, source in self._scores.items()}
 
 
 @dataclass(frozen=True)

@@ -226,7 +226,7 @@ def edges_from_perturbations(effects: pd.DataFrame | AnnData, *, tfs: Sequence[s
     if not isinstance(effects, pd.DataFrame):
         effects = _deltas(effects)
     elif "gene" in effects and "shift" in effects:
-        return _of_pairs(effects, tfs)
+        return _pair_residuals(effects, tfs)
     size = effects.abs().groupby(level=0, observed=True).max()
     return edges_from_matrix(size.to_numpy(), size.index, size.columns, tfs=tfs)
 
@@ -255,16 +255,16 @@ def edges_of(
     )
 
 
-def _chosen(argument: str, names: Sequence[str] | None, known: pd.Index) -> np.ndarray:
+def _chosen(argument: str, names: Sequence[str] | None, available: pd.Index) -> np.ndarray:
     """Return the positions of names among the known names, without unknown names."""
     if names is None:
-        return np.arange(len(known))
+        return np.arange(len(available))
     asked = pd.Index(names).astype(str).unique()
-    places = known.get_indexer(asked)
+    places = available.get_indexer(asked)
     if not (places >= 0).any():
-        some = f"{len(known)} genes ({listing(known, most=3)})"
+        measured = f"{len(available)} genes ({listing(available, most=3)})"
         raise DataError(
-            f"({listing(asked, most=3)}) has no overlap with the {some}; use the same gene ids.",
+            f"({listing(asked, most=3)}) has no overlap with the {measured}; use the same gene ids.",
             argument=argument,
         )
     return places[places >= 0]
@@ -284,10 +284,10 @@ def _deltas(predicted: AnnData) -> pd.DataFrame:
     names = predicted.obs.get("perturbation", pd.Series("", index=predicted.obs_names)).astype(str).to_numpy()
     single = np.isin(names, predicted.var_names)
     if "delta" not in predicted.layers or not single.any():
-        found = listing(dict.fromkeys(names), most=3)
+        perturbations = listing(dict.fromkeys(names), most=3)
         raise DataError(
             f"must have layers['delta'] and perturbations of single genes, but obs['perturbation'] contains "
-            f"{found}; pass predicted effects of single-gene perturbations.",
+            f"{perturbations}; pass predicted effects of single-gene perturbations.",
             argument="effects",
         )
     return pd.DataFrame(
@@ -295,7 +295,7 @@ def _deltas(predicted: AnnData) -> pd.DataFrame:
     )
 
 
-def _of_pairs(table: pd.DataFrame, tfs: Sequence[str] | None) -> pd.DataFrame:
+def _pair_residuals(table: pd.DataFrame, tfs: Sequence[str] | None) -> pd.DataFrame:
     """Return the residuals of pair shifts from an additive model."""
     if "gene_2" not in table:
         raise DataError(
@@ -303,7 +303,7 @@ def _of_pairs(table: pd.DataFrame, tfs: Sequence[str] | None) -> pd.DataFrame:
         )
     names = pd.Index(pd.unique(pd.concat([table["gene"], table["gene_2"]]))).astype(str)
     groups = table["group"] if "group" in table else pd.Series("", index=table.index)
-    found = np.full((len(names), len(names)), np.nan)
+    residuals = np.full((len(names), len(names)), np.nan)
     for _, part in table[table["shift"].notna()].groupby(groups, observed=True):
         first, second = names.get_indexer(part["gene"]), names.get_indexer(part["gene_2"])
         shifts = part["shift"].to_numpy(dtype=np.float64)
@@ -312,8 +312,8 @@ def _of_pairs(table: pd.DataFrame, tfs: Sequence[str] | None) -> pd.DataFrame:
             (np.ones(2 * len(part)), (np.tile(pairs, 2), np.concatenate([first, second]))), (len(part), len(names))
         )
         rest = np.abs(shifts - design @ sparse.linalg.lsqr(design, shifts, atol=1e-12, btol=1e-12)[0])
-        found[first, second] = np.fmax(found[first, second], rest)
-    return edges_from_matrix(np.fmax(found, found.T), names, tfs=tfs)
+        residuals[first, second] = np.fmax(residuals[first, second], rest)
+    return edges_from_matrix(np.fmax(residuals, residuals.T), names, tfs=tfs)
 
 
 def read_network(
@@ -373,7 +373,7 @@ def read_network(
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
     if (source is None) != (target is None):
         raise OptionError(f"and target={target!r} must be given together; pass both, or neither.", source=source)
-    edges = pd.concat([_edges_of_file(Path(one), source, target) for one in paths], ignore_index=True)
+    edges = pd.concat([_read_edges(Path(file), source, target) for file in paths], ignore_index=True)
     best = {name: how for name, how in _BEST.items() if name in edges}
     if not best:
         return edges.drop_duplicates(ignore_index=True)
@@ -383,12 +383,12 @@ def read_network(
     return merged
 
 
-def _edges_of_file(path: Path, source: str | int | None, target: str | int | None) -> pd.DataFrame:
+def _read_edges(path: Path, source: str | int | None, target: str | int | None) -> pd.DataFrame:
     """Return the edges in a file unchanged."""
     if not path.is_file():
         raise MissingFileError("is not a file; pass the path of a network file.", path=str(path))
     try:
-        edges = _edges_of_table(_table(path, isinstance(source, int)), source, target)
+        edges = _parse_edges(_table(path, isinstance(source, int)), source, target)
     except (ValueError, OSError) as error:
         raise DataError(f"cannot be read as a network: {first_line(error)}.", path=str(path)) from error
     missing = (edges[["source", "target"]].isna() | (edges[["source", "target"]] == "")).any(axis=1)
@@ -414,7 +414,7 @@ def _table(path: Path, headless: bool) -> pd.DataFrame:
     return table.iloc[1:].set_axis(names.to_numpy(), axis=1).reset_index(drop=True)
 
 
-def _edges_of_table(table: pd.DataFrame, source: str | int | None, target: str | int | None) -> pd.DataFrame:
+def _parse_edges(table: pd.DataFrame, source: str | int | None, target: str | int | None) -> pd.DataFrame:
     """Return the edges of a table in the format that its columns indicate; see :func:`read_network`."""
     columns = {str(name).lower(): table[name] for name in table.columns}
 
@@ -497,13 +497,13 @@ class Universe:
         inside = (rows >= 0) & (columns >= 0)
         weights = made["weight"].to_numpy(dtype=np.float64)[inside]
         places = rows[inside].astype(np.int64) * len(self.genes) + columns[inside]
-        found = np.full(self.edges.size, -np.inf)
-        found[places] = weights
-        n_known, n_found = int(np.isfinite(weights).sum()), int(np.isfinite(found).sum())
+        full = np.full(self.edges.size, -np.inf)
+        full[places] = weights
+        n_known, n_found = int(np.isfinite(weights).sum()), int(np.isfinite(full).sum())
         if not n_found == n_known == len(places):
             wrong = f"{len(places) - n_known} non-finite weights and {n_known - n_found} duplicate edges"
             raise DataError(f"the scores contain {wrong}; keep one finite weight per pair of source and target.")
-        return found.reshape(self.edges.shape)
+        return full.reshape(self.edges.shape)
 
 
 class RankedPairs:
@@ -567,14 +567,14 @@ class RankedPairs:
             share_of_ties = (hits_upto - hits_above) / (taken[end] - taken[start])
             early = (hits_above + (n_true - taken[start]) * share_of_ties) / n_true
         auprc, share = drawn @ precision / n_true, n_true / n_pairs
-        known = np.isfinite(self.within) & (weights > 0)
+        scored = np.isfinite(self.within) & (weights > 0)
         figures = {
             "auprc_ratio": auprc / share,
             "auprc": auprc,
             "auroc": 1 - drawn @ misses / (n_true * (n_pairs - n_true)),
             "early_precision_ratio": early / share,
             "early_precision": early,
-            "auroc_within_tf": np.average(self.within[known], weights=weights[known]) if known.any() else np.nan,
+            "auroc_within_tf": np.average(self.within[scored], weights=weights[scored]) if scored.any() else np.nan,
         }
         return {name: float(value) for name, value in figures.items()}
 
@@ -771,7 +771,7 @@ def network_baselines(
         else:
             values = _ranks(expression) if name == "spearman" else expression
             weights[f"co-expression ({name})"] = np.abs(_correlations(values, rows, columns))
-    return {name: edges_of(some, universe.tfs, universe.genes) for name, some in weights.items()}
+    return {name: edges_of(matrix, universe.tfs, universe.genes) for name, matrix in weights.items()}
 
 
 def _correlations(values: sparse.csc_matrix, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
@@ -823,8 +823,8 @@ def _expression(
         rows = np.random.default_rng(seed).choice(counts.shape[0], max_cells, replace=False)
         counts = counts[np.sort(rows)]
     places = genes.get_indexer(gene_names(adata, gene_key))
-    known = np.flatnonzero(places >= 0)
-    members = sparse.csr_matrix((np.ones(len(known)), (known, places[known])), (counts.shape[1], len(genes)))
+    columns = np.flatnonzero(places >= 0)
+    members = sparse.csr_matrix((np.ones(len(columns)), (columns, places[columns])), (counts.shape[1], len(genes)))
     totals = np.asarray(counts.sum(axis=1)).ravel()
     return sparse.csc_matrix(sparse.diags_array(TARGET_SUM / totals) @ (counts @ members)).log1p()
 
@@ -939,8 +939,8 @@ def evaluate_network(
         "share of true edges": round(n_edges / n_pairs, 6),
         "true edges left out": universe.n_left_out,
     }
-    for name, made in scores.items():
-        n_scored = int((np.isfinite(universe.matrix(made)) & universe.pairs).sum())
+    for name, table in scores.items():
+        n_scored = int((np.isfinite(universe.matrix(table)) & universe.pairs).sum())
         if n_scored < n_pairs:
             report.notes.append(
                 f"{name} has a score for {n_scored:,} of {n_pairs:,} pairs; the other pairs are ranked last, tied."
@@ -982,8 +982,8 @@ def network_curves(scores: Mapping[str, pd.DataFrame], truth: pd.DataFrame, *, n
     universe = GeneNetwork().universe(truth)
     true = universe.edges[universe.pairs]
     curves = []
-    for method, made in scores.items():
-        ranks = np.unique(universe.matrix(made)[universe.pairs], return_inverse=True)[1]
+    for method, table in scores.items():
+        ranks = np.unique(universe.matrix(table)[universe.pairs], return_inverse=True)[1]
         precision, recall, _ = precision_recall_curve(true, ranks)
         # By rising recall, without the point of no pair; between true edges precision just falls.
         curve = pd.DataFrame({"recall": recall[-2::-1], "precision": precision[-2::-1]})

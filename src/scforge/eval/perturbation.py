@@ -135,10 +135,10 @@ class Reference:
         self.center: np.ndarray | None = None
         if train is not None:
             starts = PerturbedCells.read(train, keys, argument="train").over(cells.genes, argument="train")
-            known = known_effects(starts, set(self.contexts))
-            self.controls = dict(known.controls)
-            self.trained = known.deltas, known.contexts
-            self.center = np.array([known.mean(context) for context in self.contexts])
+            train_effects = known_effects(starts, set(self.contexts))
+            self.controls = dict(train_effects.controls)
+            self.trained = train_effects.deltas, train_effects.contexts
+            self.center = np.array([train_effects.mean(context) for context in self.contexts])
             self.base = pd.DataFrame(self.center, index=keys.index(cells.effects), columns=cells.genes)
         self.space = CellSpace(starts.expression, n_comps=benchmark.n_comps, seed=self.seed)
         self.coordinates = self.space.cells(cells.expression)
@@ -202,7 +202,7 @@ def _some(rows: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
     return rows if len(rows) <= most else np.sort(rng.permutation(rows)[:most])
 
 
-def _mark_of(made: AnnData | PerturbedCells | pd.DataFrame | str) -> Any:
+def _fingerprint(made: AnnData | PerturbedCells | pd.DataFrame | str) -> Any:
     """Return a fingerprint of predicted or measured effects, or None if there is none."""
     if not isinstance(made, PerturbedCells):
         return mark_of(made)
@@ -364,67 +364,67 @@ class PerturbationPrediction(Benchmark):
         calibrated ones, which are computed from means. Values are NaN if a metric is undefined, and for the technical
         duplicate of an effect with fewer than two cells.
         """
-        known = self._reference(reference)
-        mark = _mark_of(made)
+        truth = self._reference(reference)
+        mark = _fingerprint(made)
         for its_mark, table in self._tables:
             if mark is not None and its_mark == mark:
                 return table
         described = pd.DataFrame(
             {
-                "perturbation": [self.keys.label(effect.targets) for effect in known.cells.effects],
-                "context": known.contexts,
-                "n_cells": known.effects.n_cells,
-                "n_controls": known.effects.n_controls,
+                "perturbation": [self.keys.label(effect.targets) for effect in truth.cells.effects],
+                "context": truth.contexts,
+                "n_cells": truth.effects.n_cells,
+                "n_controls": truth.effects.n_controls,
             }
         )
-        figures = known.duplicate() if isinstance(made, str) else known.figures(*self._predicted(made, known))
+        figures = truth.duplicate() if isinstance(made, str) else truth.figures(*self._predicted(made, truth))
         table = pd.concat([described, figures], axis=1)
         self._tables.append((mark, table))
         return table
 
     def deltas(self, made: AnnData | pd.DataFrame, reference: AnnData) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Return predicted and measured effects, one row per effect and one column per gene, e.g. for a plot."""
-        known = self._reference(reference)
-        names = [(self.keys.label(effect.targets), effect.context) for effect in known.cells.effects]
+        truth = self._reference(reference)
+        names = [(self.keys.label(effect.targets), effect.context) for effect in truth.cells.effects]
         index = pd.MultiIndex.from_tuples(names, names=["perturbation", "context"])
-        both = (self._predicted(made, known)[0], known.effects.deltas)
-        one, other = (pd.DataFrame(values, index=index, columns=known.cells.genes) for values in both)
-        return one, other
+        both = (self._predicted(made, truth)[0], truth.effects.deltas)
+        predicted, measured = (pd.DataFrame(values, index=index, columns=truth.cells.genes) for values in both)
+        return predicted, measured
 
     def _means(self, made: Any, reference: AnnData, weights: np.ndarray | None) -> pd.DataFrame:
         """Return weighted means over effects, one row for each set of `weights`, shape (R, Q)."""
         table, base = self.table(made, reference), self._reference(reference).base
         weights = np.ones((1, len(table))) if weights is None else weights
         plain = [name for name in self.metrics if name in table]
-        found = pd.DataFrame(_weighted(table[plain].to_numpy(dtype=np.float64), weights), columns=plain)
+        means = pd.DataFrame(_weighted(table[plain].to_numpy(dtype=np.float64), weights), columns=plain)
         for name in _CALIBRATED:
-            found[f"calibrated_{name}"] = np.nan
+            means[f"calibrated_{name}"] = np.nan
             if base is not None:
                 methods = (made, base, TECHNICAL_DUPLICATE)
-                columns = np.stack([self.table(one, reference)[name] for one in methods], axis=1)
+                columns = np.stack([self.table(method, reference)[name] for method in methods], axis=1)
                 columns[np.isnan(columns[:, 2])] = np.nan
                 score, low, top = _weighted(columns, weights).T
                 room = (top - low) * (1 if METRICS[name] else -1) > 0
-                found.loc[room, f"calibrated_{name}"] = (score[room] - low[room]) / (top[room] - low[room])
-        return found[list(self.metrics)]
+                means.loc[room, f"calibrated_{name}"] = (score[room] - low[room]) / (top[room] - low[room])
+        return means[list(self.metrics)]
 
     def _reference(self, reference: AnnData | PerturbedCells) -> Reference:
-        mark = _mark_of(reference)
+        mark = _fingerprint(reference)
         if self._kept is None or mark is None or self._kept[:2] != (self.seed, mark):
             self._tables = []
             self._kept = (self.seed, mark, Reference(reference, self._train, self))
         return self._kept[2]
 
-    def _predicted(self, made: Any, known: Reference) -> tuple[np.ndarray, PerturbedCells | None]:
+    def _predicted(self, made: Any, truth: Reference) -> tuple[np.ndarray, PerturbedCells | None]:
         """Return predicted effects in the order of the measured effects, shape (Q, G), and predicted cells, if any."""
         cells = None
         if isinstance(made, pd.DataFrame):
             number = {effect: row for row, effect in enumerate(self.keys.effects(made))}
         else:
             cells = PerturbedCells.read(made, self.keys, argument="predictions", made=True)
-            cells = cells.over(known.cells.genes, argument="predictions")
+            cells = cells.over(truth.cells.genes, argument="predictions")
             number = {effect: row for row, effect in enumerate(cells.effects)}
-        effects = known.cells.effects
+        effects = truth.cells.effects
         if without := [effect for effect in effects if effect not in number]:
             names = listing(self.keys.titles(without), most=5)
             raise DataError(
@@ -433,11 +433,11 @@ class PerturbationPrediction(Benchmark):
             )
         rows = [number[effect] for effect in effects]
         if cells is None:
-            columns = columns_of(made.columns, known.cells.genes, "predictions")
+            columns = columns_of(made.columns, truth.cells.genes, "predictions")
             return made.to_numpy(dtype=np.float64)[np.ix_(rows, columns)], None
         groups = cells.moments()
         controls = [
-            groups.mean[own] if groups.n[own] else known.controls[effect.context]
+            groups.mean[own] if groups.n[own] else truth.controls[effect.context]
             for own, effect in zip(cells.controls[rows], effects, strict=True)
         ]
         return groups.mean[rows] - np.array(controls), cells
@@ -445,9 +445,9 @@ class PerturbationPrediction(Benchmark):
 
 def _weighted(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Return weighted means over rows, ignoring NaN, shape (R, metrics); NaN if no values are sampled."""
-    known = np.isfinite(values)
-    total = weights @ known
-    sums = weights @ np.where(known, values, 0.0)
+    is_finite = np.isfinite(values)
+    total = weights @ is_finite
+    sums = weights @ np.where(is_finite, values, 0.0)
     return np.divide(sums, total, out=np.full(sums.shape, np.nan), where=total > 0)
 
 
@@ -525,7 +525,7 @@ def evaluate_perturbations(
     keys = PerturbationKeys(perturbation_key, control, separator, context_key, layer)
     if isinstance(predictions, anndata.AnnData | pd.DataFrame):
         predictions = {"prediction": predictions}
-    named = {name: _effects_of_task(one, keys) for name, one in predictions.items()}
+    named = {name: _task_effects(prediction, keys) for name, prediction in predictions.items()}
     features = {} if gene_features is None else gene_features
     features = {"embedding": features} if isinstance(features, pd.DataFrame) else dict(features)
     if "pca" in features:
@@ -549,17 +549,17 @@ def evaluate_perturbations(
     benchmark = PerturbationPrediction(perturbation_key, control, context_key, separator, n_top_genes=n_top_genes)
     # It takes cells that are read already, too.
     benchmark.trained_on(trained).check(held_out)
-    made: dict[str, PerturbedCells | pd.DataFrame] = {}
-    for name, one in named.items():
-        if isinstance(one, pd.DataFrame):
-            effects = keys.effects(one)
-            made[name] = one[genes]
+    checked: dict[str, PerturbedCells | pd.DataFrame] = {}
+    for name, prediction in named.items():
+        if isinstance(prediction, pd.DataFrame):
+            effects = keys.effects(prediction)
+            checked[name] = prediction[genes]
         else:
-            cells = _checked_cells(one, f"predictions[{name!r}]", genes, keys, held_out, real)
-            made[name], effects = cells, list(cells.effects)
+            cells = _checked_cells(prediction, f"predictions[{name!r}]", genes, keys, held_out, real)
+            checked[name], effects = cells, list(cells.effects)
             own = (cells.groups >= len(cells.effects)).any()
             notes.append(f"Effects of {name} are relative to {'its own' if own else 'the training'} controls.")
-        _check_effects(benchmark, name, made[name], held_out)
+        _check_effects(benchmark, name, checked[name], held_out)
         if more := [effect for effect in effects if effect not in held_out.effects]:
             notes.append(
                 f"{name} predicts {len(more)} effects that were not measured and are not scored: "
@@ -578,7 +578,7 @@ def evaluate_perturbations(
     report = compare_beside(
         benchmark,
         "predictions",
-        made,
+        checked,
         {**baselines, TECHNICAL_DUPLICATE: TECHNICAL_DUPLICATE},
         held_out,
         kinds=kinds,
@@ -609,30 +609,37 @@ def evaluate_perturbations(
     return report
 
 
-def _effects_of_task(one: AnnData | pd.DataFrame, keys: PerturbationKeys) -> AnnData | pd.DataFrame:
+def _task_effects(prediction: AnnData | pd.DataFrame, keys: PerturbationKeys) -> AnnData | pd.DataFrame:
     """Return the effects if the input is a prediction of the perturbation task, otherwise the input."""
-    if isinstance(one, pd.DataFrame) or "predicted" not in one.uns.get(UNS_KEY, {}) or "delta" not in one.layers:
-        return one
-    labels = [one.obs["perturbation"].astype(str)]
+    if (
+        isinstance(prediction, pd.DataFrame)
+        or "predicted" not in prediction.uns.get(UNS_KEY, {})
+        or "delta" not in prediction.layers
+    ):
+        return prediction
+    labels = [prediction.obs["perturbation"].astype(str)]
     if keys.context is not None:
-        labels.append(one.obs["context"].astype(str))
+        labels.append(prediction.obs["context"].astype(str))
     index = pd.Index(labels[0]) if len(labels) == 1 else pd.MultiIndex.from_arrays(labels)
-    return pd.DataFrame(np.asarray(one.layers["delta"], dtype=np.float64), index=index, columns=one.var_names)
+    return pd.DataFrame(
+        np.asarray(prediction.layers["delta"], dtype=np.float64), index=index, columns=prediction.var_names
+    )
 
 
 def _common_genes(real: pd.Index, train: pd.Index, named: Mapping[str, Any]) -> tuple[pd.Index, list[str]]:
     """Return the shared genes in the order of the measured cells, and notes about missing genes."""
     columns = {"train": train} | {
-        name: one.columns if isinstance(one, pd.DataFrame) else one.var_names for name, one in named.items()
+        name: prediction.columns if isinstance(prediction, pd.DataFrame) else prediction.var_names
+        for name, prediction in named.items()
     }
     genes, notes = real, []
-    for name, some in columns.items():
-        if len(missing := real[~real.isin(some)]):
+    for name, available in columns.items():
+        if len(missing := real[~real.isin(available)]):
             notes.append(
                 f"{name} lacks {len(missing)} of the {len(real)} measured genes (first: {str(missing[0])!r}), which "
                 "are not scored."
             )
-            genes = genes[genes.isin(some)]
+            genes = genes[genes.isin(available)]
     if len(genes) < max(2, _FEW_GENES * len(real)):
         raise DataError(
             f"only {len(genes)} of {len(real)} measured genes are in all of {listing(columns)}; use the same gene "
@@ -642,29 +649,29 @@ def _common_genes(real: pd.Index, train: pd.Index, named: Mapping[str, Any]) -> 
 
 
 def _checked_cells(
-    one: AnnData, what: str, genes: pd.Index, keys: PerturbationKeys, held_out: PerturbedCells, real: AnnData
+    adata: AnnData, what: str, genes: pd.Index, keys: PerturbationKeys, held_out: PerturbedCells, real: AnnData
 ) -> PerturbedCells:
     """Return predicted cells over the scored genes, after checking their scale and checking for copies."""
-    layer = keys.layer if keys.layer in one.layers else None
-    check_complete(one, what, real, layer=layer, layer_of_whole=keys.layer)
-    cells = PerturbedCells.read(one, keys, argument=what, made=True).over(genes, argument=what)
-    perturbed, measured = (some.expression[some.groups < len(some.effects)] for some in (cells, held_out))
+    layer = keys.layer if keys.layer in adata.layers else None
+    check_complete(adata, what, real, layer=layer, layer_of_whole=keys.layer)
+    cells = PerturbedCells.read(adata, keys, argument=what, made=True).over(genes, argument=what)
+    perturbed, measured = (source.expression[source.groups < len(source.effects)] for source in (cells, held_out))
     _check_scale(perturbed, measured, f"the cells of {what}", profiles=True)
     check_copies(copied_rows(perturbed, measured), f"cells of {what} are identical to held-out cells")
     return cells
 
 
-def _check_scale(one: sparse.csr_matrix, real: sparse.csr_matrix, what: str, *, profiles: bool = False) -> None:
+def _check_scale(predicted: sparse.csr_matrix, real: sparse.csr_matrix, what: str, *, profiles: bool = False) -> None:
     """Raise an error if the scale of the cells over the shared genes differs from that of the measured cells."""
-    if difference := scale_difference(one, real, profiles=profiles):
+    if difference := scale_difference(predicted, real, profiles=profiles):
         raise DataError(f"{what} have {difference}; scale both to 10,000, or pass counts of all genes.")
 
 
 def _check_effects(
-    benchmark: PerturbationPrediction, name: str, one: PerturbedCells | pd.DataFrame, real: PerturbedCells
+    benchmark: PerturbationPrediction, name: str, prediction: PerturbedCells | pd.DataFrame, real: PerturbedCells
 ) -> None:
     """Raise an error if predicted effects equal the measured effects."""
-    predicted, measured = (table.to_numpy() for table in benchmark.deltas(one, real))
+    predicted, measured = (table.to_numpy() for table in benchmark.deltas(prediction, real))
     size = np.abs(measured).max(axis=1)
     same = (np.abs(predicted - measured).max(axis=1) <= 1e-4 * size) & (size > 0)
     if same.any():

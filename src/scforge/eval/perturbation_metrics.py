@@ -100,12 +100,12 @@ def cell_eval_scores(
             raise MissingFileError(f"{first_line(error)}; run pip install 'scforge[eval]'.") from error
     keys = PerturbationKeys(perturbation_key, control, separator, context_key, layer)
     measured = PerturbedCells.read(real, keys, argument="real")
-    made = PerturbedCells.read(predicted, keys, argument="predicted", made=True)
-    made = made.over(measured.genes, argument="predicted")
+    ours = PerturbedCells.read(predicted, keys, argument="predicted", made=True)
+    ours = ours.over(measured.genes, argument="predicted")
     tables: list[list[pd.DataFrame]] = []
     for context in sorted({effect.context for effect in measured.effects}):
         effects = [effect for effect in measured.effects if effect.context == context]
-        pair = [_for_cell_eval(some, effects, keys, measured) for some in (made, measured)]
+        pair = [_for_cell_eval(cells, effects, keys, measured) for cells in (ours, measured)]
         # Its progress bars stay its own, and the warnings of its dependencies.
         with (
             tempfile.TemporaryDirectory() as folder,
@@ -121,10 +121,10 @@ def cell_eval_scores(
                 outdir=folder,
                 skip_de=profile in ("anndata", "pds"),
             )
-            found = evaluator.compute(
+            results = evaluator.compute(
                 profile=profile, skip_metrics=list(skip_metrics) or None, write_csv=False, break_on_error=True
             )
-        tables.append([table.to_pandas() for table in found])
+        tables.append([table.to_pandas() for table in results])
         if context_key is not None:
             for table in tables[-1]:
                 table.insert(0, "context", context)
@@ -139,13 +139,13 @@ def _for_cell_eval(
     plain = Effect((), effects[0].context)
     source = cells if len(cells.rows(plain)) else measured
     rows = {keys.label(effect.targets): cells.rows(effect) for effect in effects} | {keys.control: source.rows(plain)}
-    if without := [name for name, some in rows.items() if not len(some)]:
+    if without := [name for name, positions in rows.items() if not len(positions)]:
         raise DataError(
             f"has no cells of {listing(without)} in the context {plain.context!r}; it must contain all "
             "perturbations that are in real.",
             argument="predicted",
         )
-    parts = [(source if name == keys.control else cells).expression[some] for name, some in rows.items()]
+    parts = [(source if name == keys.control else cells).expression[positions] for name, positions in rows.items()]
     labels = np.repeat(list(rows), [part.shape[0] for part in parts])
     obs = pd.DataFrame({"target": labels.astype(object)}, index=[f"cell {i}" for i in range(len(labels))])
     return anndata.AnnData(sparse.vstack(parts, format="csr"), obs, pd.DataFrame(index=cells.genes.astype(str)))

@@ -101,12 +101,12 @@ class RankReconstruction(Benchmark):
     def _by_cell(self, made: np.ndarray, reference: np.ndarray) -> np.ndarray:
         """Return the score components of each cell, float64, shape (N, 5 + 2 * 4); see :func:`_figures`."""
         true = _rows(reference, "the true orders", repeated=False)
-        found = _rows(made, "the reconstructed orders", repeated=True)
-        if len(found) != len(true):
+        orders = _rows(made, "the reconstructed orders", repeated=True)
+        if len(orders) != len(true):
             raise DataError(
-                f"there are {len(found)} reconstructed and {len(true)} true gene orders; pass one of each per cell."
+                f"there are {len(orders)} reconstructed and {len(true)} true gene orders; pass one of each per cell."
             )
-        return np.array([_of_cell(one, other) for one, other in zip(found, true, strict=True)])
+        return np.array([_score_cell(order, other) for order, other in zip(orders, true, strict=True)])
 
 
 def ranking_baselines(train: np.ndarray, reference: np.ndarray, *, seed: int = 0) -> dict[str, np.ndarray]:
@@ -133,15 +133,15 @@ def ranking_baselines(train: np.ndarray, reference: np.ndarray, *, seed: int = 0
     for row in learned:
         totals[row] += 1 - np.arange(len(row)) / len(row)
     # Genes that no training cell has come last, by their number.
-    place = np.empty(len(totals), dtype=np.int64)
+    positions = np.empty(len(totals), dtype=np.int64)
     order = np.argsort(-totals, kind="stable")
-    place[order] = np.arange(len(order))
-    made = {
+    positions[order] = np.arange(len(order))
+    baselines = {
         "mean order": [order[: len(row)] for row in true],
-        "mean order of the cell's genes": [row[np.argsort(place[row], kind="stable")] for row in true],
+        "mean order of the cell's genes": [row[np.argsort(positions[row], kind="stable")] for row in true],
         "random order of the cell's genes": [rng.permutation(row) for row in true],
     }
-    return {name: _padded(rows, np.shape(reference)[1]) for name, rows in made.items()}
+    return {name: _padded(rows, np.shape(reference)[1]) for name, rows in baselines.items()}
 
 
 def evaluate_reconstruction(
@@ -198,17 +198,17 @@ def evaluate_reconstruction(
     >>> float(report.to_table().loc["mine", "bleu"])
     1.0
     """
-    made = dict(reconstructed) if isinstance(reconstructed, Mapping) else {"reconstructed": reconstructed}
+    methods = dict(reconstructed) if isinstance(reconstructed, Mapping) else {"reconstructed": reconstructed}
     baselines = ranking_baselines(train, true, seed=seed)
-    known = _rows(train, "the orders in train", repeated=False)
+    train_orders = _rows(train, "the orders in train", repeated=False)
     rows = _rows(true, "the true orders", repeated=False)
-    seen = {row.tobytes() for row in known if len(row) >= _MIN_GENES}
+    seen = {row.tobytes() for row in train_orders if len(row) >= _MIN_GENES}
     same = np.array([row.tobytes() in seen for row in rows])
     check_copies(same, "true orders are identical to the order of a training cell")
     report = compare_beside(
         RankReconstruction(),
         "reconstructed",
-        made,
+        methods,
         baselines,
         true,
         kinds=kinds,
@@ -247,7 +247,7 @@ def _padded(rows: Sequence[np.ndarray], width: int) -> np.ndarray:
     return padded
 
 
-def _of_cell(made: np.ndarray, true: np.ndarray) -> np.ndarray:
+def _score_cell(made: np.ndarray, true: np.ndarray) -> np.ndarray:
     """Return edits, edits divided by length, both lengths, Spearman, n-gram matches and n-gram counts; (5 + 2 * 4,)."""
     edits = _edits(made, true)
     longest = max(len(made), len(true))
@@ -286,20 +286,20 @@ def _spearman(made: np.ndarray, true: np.ndarray) -> float:
     if len(true) < 2:
         return float("nan")
     # The first place of each gene counts.
-    place = dict(zip(made[::-1].tolist(), range(len(made) - 1, -1, -1), strict=True))
-    places = [place.get(gene, len(made)) for gene in true.tolist()]
+    positions = dict(zip(made[::-1].tolist(), range(len(made) - 1, -1, -1), strict=True))
+    places = [positions.get(gene, len(made)) for gene in true.tolist()]
     return float(spearmanr(places, np.arange(len(true))).statistic) if len(set(places)) > 1 else 0.0
 
 
 @numba.njit(cache=True)
-def _edits(one: np.ndarray, other: np.ndarray) -> int:
+def _edits(first: np.ndarray, other: np.ndarray) -> int:
     """Return the Levenshtein distance, computed one row of the table at a time."""
     row = np.arange(len(other) + 1)
-    for i in range(len(one)):
+    for i in range(len(first)):
         corner = row[0]
         row[0] = i + 1
         for j in range(len(other)):
             above = row[j + 1]
-            row[j + 1] = min(above + 1, row[j] + 1, corner + (one[i] != other[j]))
+            row[j + 1] = min(above + 1, row[j] + 1, corner + (first[i] != other[j]))
             corner = above
     return row[len(other)]

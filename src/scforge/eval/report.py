@@ -108,16 +108,16 @@ def interval(value: float, draws: np.ndarray, *, n_units: int | None = None) -> 
     >>> [round(end, 3) for end in interval(0.5, np.linspace(0.3, 0.5, 1001))]
     [0.405, 0.595]
     """
-    found = draws[np.isfinite(draws)]
-    degrees = _degrees(found, n_units)
-    if not np.isfinite(value) or degrees < 1 or 2 * len(found) < len(draws):
+    finite = draws[np.isfinite(draws)]
+    degrees = _degrees(finite, n_units)
+    if not np.isfinite(value) or degrees < 1 or 2 * len(finite) < len(draws):
         return math.nan, math.nan
     if degrees >= _ENOUGH - 1:
-        low, high = np.quantile(found - found.mean(), [0.025, 0.975])
+        low, high = np.quantile(finite - finite.mean(), [0.025, 0.975])
     else:
         from scipy.stats import t
 
-        high = float(t.ppf(0.975, degrees)) * _spread(found, n_units)
+        high = float(t.ppf(0.975, degrees)) * _spread(finite, n_units)
         low = -high
     return float(value + low), float(value + high)
 
@@ -156,9 +156,9 @@ def compare_paired(
     from scipy.stats import t
 
     p_value = float(2 * t.sf(abs(difference) / spread, degrees))
-    found = Comparison(baseline, difference, p_value=p_value, error=spread, degrees=degrees)
-    low, high = found.interval()
-    return replace(found, low=low, high=high)
+    comparison = Comparison(baseline, difference, p_value=p_value, error=spread, degrees=degrees)
+    low, high = comparison.interval()
+    return replace(comparison, low=low, high=high)
 
 
 def _degrees(draws: np.ndarray, n_units: int | None) -> int:
@@ -179,12 +179,12 @@ def holm(p_values: Sequence[float]) -> np.ndarray:
     >>> holm([0.01, 0.04, float("nan"), 0.03]).tolist()
     [0.03, 0.06, nan, 0.06]
     """
-    found = np.asarray(p_values, dtype=np.float64)
-    corrected = np.full(len(found), np.nan)
-    tests = np.flatnonzero(np.isfinite(found))
-    order = tests[np.argsort(found[tests], kind="stable")]
+    values = np.asarray(p_values, dtype=np.float64)
+    corrected = np.full(len(values), np.nan)
+    tests = np.flatnonzero(np.isfinite(values))
+    order = tests[np.argsort(values[tests], kind="stable")]
     factors = len(order) - np.arange(len(order))
-    corrected[order] = np.minimum(np.maximum.accumulate(found[order] * factors), 1.0)
+    corrected[order] = np.minimum(np.maximum.accumulate(values[order] * factors), 1.0)
     return corrected
 
 
@@ -440,16 +440,16 @@ class Report:
         while "better" than the best is conservative. The interval in the sentence has the same correction, so it
         excludes 0 if the p-value is below 0.05.
         """
-        told = [
+        tests = [
             (row, benchmark, row.comparisons[self.about(benchmark).main])
             for benchmark in self.benchmarks
             for row in self.of(benchmark)
             if self.about(benchmark).main in row.comparisons and row.kind == "model"
         ]
-        p_values = holm([self._p_value(benchmark, compared) for _, benchmark, compared in told])
+        p_values = holm([self._p_value(benchmark, compared) for _, benchmark, compared in tests])
         return [
             _sentence(row, self.about(benchmark), compared, float(p))
-            for (row, benchmark, compared), p in zip(told, p_values, strict=True)
+            for (row, benchmark, compared), p in zip(tests, p_values, strict=True)
         ]
 
     def _p_value(self, benchmark: str, compared: Comparison) -> float:
@@ -510,11 +510,11 @@ class Report:
             "md": self.to_markdown(),
         }
         with contextlib.ExitStack() as written:  # where one cannot be written, none is replaced
-            place = Path(folder)
-            if not place.exists():
-                place = written.enter_context(atomic_folder(place, argument="folder"))
+            target = Path(folder)
+            if not target.exists():
+                target = written.enter_context(atomic_folder(target, argument="folder"))
             for suffix, text in texts.items():
-                file = atomic_path(place / f"report.{suffix}", overwrite=overwrite, argument="folder")
+                file = atomic_path(target / f"report.{suffix}", overwrite=overwrite, argument="folder")
                 written.enter_context(file).write_bytes(text.encode())
 
 
@@ -559,9 +559,9 @@ def _sentence(row: Row, about: Measured, compared: Comparison, p_value: float) -
 def _plain(value: Any) -> Any:
     """Return a JSON-safe value."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -589,13 +589,13 @@ def to_text(report: Report) -> str:
     """Return the verdicts of a report, and for each benchmark the columns that fit into 100 characters."""
     lines = [report.title]
     lines += [
-        textwrap.fill(one, _WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
-        for one in report.verdicts()
+        textwrap.fill(verdict, _WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+        for verdict in report.verdicts()
     ]
     n_left_out = 0
     for benchmark in report.benchmarks:
         columns = [[title, *(text for text, _ in cells)] for title, cells in _columns(report, benchmark)]
-        columns = [one for one in columns if any(one[1:]) and one[0] not in ("dimensions", "seconds")]
+        columns = [column for column in columns if any(column[1:]) and column[0] not in ("dimensions", "seconds")]
         sizes = [max(map(len, column)) for column in columns]
         n_shown = next((i for i in range(len(sizes), 3, -1) if sum(sizes[:i]) + 2 * i <= _WIDTH), 3)
         n_left_out += len(columns) - n_shown
@@ -610,7 +610,7 @@ def to_text(report: Report) -> str:
 
 def to_html(report: Report, *, pictures: bool = True) -> str:
     """Return a report as self-contained HTML; facts and notes are collapsed unless there are plots."""
-    verdicts = "".join(f"<li>{html.escape(one)}</li>" for one in report.verdicts())
+    verdicts = "".join(f"<li>{html.escape(verdict)}</li>" for verdict in report.verdicts())
     facts = "".join(f"<li>{html.escape(f'{name}: {value}')}</li>" for name, value in report.facts.items())
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in report.notes)
     parts = [f"<div class='scforge-report'><style>{_STYLE}</style>", f"<h1>{html.escape(report.title)}</h1>"]
@@ -649,8 +649,8 @@ def _columns(report: Report, benchmark: str) -> list[_Column]:
         cells = [(text, False) for text in texts]
         return [_Column(title, cells)] if any(text for text, _ in cells) else []
 
-    found = plain("method", (row.name for row in rows)) + plain("kind", (row.kind for row in rows))
-    found += plain("dimensions", ("" if row.n_dims is None else str(row.n_dims) for row in rows))
+    columns = plain("method", (row.name for row in rows)) + plain("kind", (row.kind for row in rows))
+    columns += plain("dimensions", ("" if row.n_dims is None else str(row.n_dims) for row in rows))
     shown = [name for name in about.metrics if any(name in row.scores for row in rows)]
     for metric in sorted(shown, key=lambda name: name != about.main):
         values, best = [row.scores.get(metric, math.nan) for row in rows], _best(rows, metric, about)
@@ -658,12 +658,12 @@ def _columns(report: Report, benchmark: str) -> list[_Column]:
             about.ranks and value == best and row.kind != "ceiling" for value, row in zip(values, rows, strict=True)
         ]
         title = f"{metric} ↓" if metric in about.lower_is_better else metric
-        found.append(_Column(title, list(zip(map(_number, values), is_best, strict=True))))
+        columns.append(_Column(title, list(zip(map(_number, values), is_best, strict=True))))
         if metric == about.main:
             ends = [map(_number, row.intervals.get(metric, (math.nan, math.nan))) for row in rows]
-            found += plain("95% interval", (" to ".join(filter(None, pair)) for pair in ends))
-            found += plain("sd of seeds", (_number(row.spreads.get(metric, math.nan)) for row in rows))
-    return found + plain("seconds", ("" if row.seconds is None else f"{row.seconds:.0f}" for row in rows))
+            columns += plain("95% interval", (" to ".join(filter(None, pair)) for pair in ends))
+            columns += plain("sd of seeds", (_number(row.spreads.get(metric, math.nan)) for row in rows))
+    return columns + plain("seconds", ("" if row.seconds is None else f"{row.seconds:.0f}" for row in rows))
 
 
 def _best(rows: list[Row], metric: str, about: Measured) -> float:

@@ -136,10 +136,10 @@ class BatchIntegration(Benchmark):
         labels, batches = (np.asarray(texts, dtype=object)[rows].astype(str) for texts in columns)
         n_labels, n_batches = len(np.unique(labels)), len(np.unique(batches))
         if len(rows) < _MIN_CELLS or min(n_labels, n_batches) < 2:
-            found = f"{len(rows)} cells with {n_labels} labels and {n_batches} batches"
+            size = f"{len(rows)} cells with {n_labels} labels and {n_batches} batches"
             raise DataError(
                 f"batch_integration needs {_MIN_CELLS} cells with at least 2 labels and 2 batches, but there are "
-                f"{found}."
+                f"{size}."
             )
         pairs = pd.DataFrame({"label": labels, "batch": batches})
         n_cells, n_pairs = pairs.groupby("label").size(), pairs.drop_duplicates().groupby("label").size()
@@ -281,7 +281,7 @@ class Scib(Benchmark):
         """Return the names of the computed metrics."""
         wanted = self._wanted()
         means = list(_MEANS) if self.batch_key is not None else ["bio"]
-        return (*means, *(name for name in (*_BIO, *_BATCH) if wanted[_group_of(name)]))
+        return (*means, *(name for name in (*_BIO, *_BATCH) if wanted[_group(name)]))
 
     def before_integration(self, components: pd.DataFrame) -> Scib:
         """Return a copy with coordinates before integration, or the benchmark itself if these are set or not used."""
@@ -371,7 +371,10 @@ class Scib(Benchmark):
         """
         rows = self._rows(obs)
         # Copies, because the k-means of scib-metrics shifts what it is given, there and back.
-        cells = {name: check_embedding(one, len(obs))[rows].astype(np.float32) for name, one in embeddings.items()}
+        cells = {
+            name: check_embedding(embedding, len(obs))[rows].astype(np.float32)
+            for name, embedding in embeddings.items()
+        }
         _scib_metrics()
         with warnings.catch_warnings():
             # The docstrings document both: a metric that is 0, and one that is NaN.
@@ -385,9 +388,9 @@ class Scib(Benchmark):
                 benchmarker.benchmark()
             finally:
                 gc.unfreeze()
-            found = benchmarker.get_results(clean_names=False)
-        found = found.rename(columns={theirs: ours for ours, theirs in _NAMES.items()})
-        return found.loc[list(embeddings), list(self.metrics)].astype(np.float64)
+            results = benchmarker.get_results(clean_names=False)
+        results = results.rename(columns={theirs: ours for ours, theirs in _NAMES.items()})
+        return results.loc[list(embeddings), list(self.metrics)].astype(np.float64)
 
     def _benchmarker(self, cells: dict[str, np.ndarray], obs: pd.DataFrame) -> Benchmarker:
         import anndata
@@ -450,9 +453,9 @@ class Scib(Benchmark):
             names = obs.index[rows]
             lacking = names[~names.isin(self.pre_integrated.index)]
             if len(lacking) or not self.pre_integrated.index.is_unique:
-                some = f"{len(lacking)} of {len(rows)} cells (first: {listing(lacking[:3])})"
+                missing = f"{len(lacking)} of {len(rows)} cells (first: {listing(lacking[:3])})"
                 raise DataError(
-                    f"lacks {some} or has duplicates; its index must contain each cell once.",
+                    f"lacks {missing} or has duplicates; its index must contain each cell once.",
                     argument="pre_integrated",
                 )
         return rows
@@ -470,6 +473,6 @@ def _drawn(labels: pd.Categorical, size: int, rng: np.random.Generator) -> np.nd
     return np.sort(order[rank < wanted[codes[order]]])
 
 
-def _group_of(name: str) -> str:
+def _group(name: str) -> str:
     """Return the name of the scib-metrics function that computes a score; two functions compute both NMI and ARI."""
     return _NAMES[name].removesuffix("_nmi").removesuffix("_ari")

@@ -60,11 +60,11 @@ def lora_options(encoder: nn.Module, lora: bool | Mapping[str, Any]) -> dict[str
 def _targets(encoder: nn.Module, wanted: Any) -> list[str]:
     linear = [name for name, part in encoder.named_modules() if isinstance(part, nn.Linear)]
     kind = type(encoder).__name__
-    found = []
+    targets = []
     if wanted is None:
         blocks = [name for name, part in encoder.named_modules() if isinstance(part, TransformerBlock)]
         inside = [name for name in linear if any(name.startswith(f"{block}.") for block in blocks)]
-        found = inside or [name for name in linear if not any("head" in part for part in name.split("."))]
+        targets = inside or [name for name in linear if not any("head" in part for part in name.split("."))]
     for target in [wanted] if isinstance(wanted, str) else wanted or ():
         of_target = [name for name in linear if name == target or name.endswith(f".{target}")]
         if not of_target:
@@ -72,12 +72,12 @@ def _targets(encoder: nn.Module, wanted: Any) -> list[str]:
             raise OptionError(
                 f"['targets'] contains {target!r}, which is not a linear layer of {kind}{hint}", argument="lora"
             )
-        found += of_target
-    if not found:
+        targets += of_target
+    if not targets:
         raise OptionError(
             f"['targets']={wanted!r} matches no linear layer of {kind}; fine-tune without lora.", argument="lora"
         )
-    return sorted(set(found), key=linear.index)
+    return sorted(set(targets), key=linear.index)
 
 
 def inject_lora(encoder: nn.Module, options: Mapping[str, Any]) -> None:

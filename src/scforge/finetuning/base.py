@@ -115,10 +115,10 @@ class Predictor:
         if is_new.all() or not is_new.any():
             return run(self.new.module if is_new.any() else self.module, rows)
         parts = [(~is_new, run(self.module, rows[~is_new])), (is_new, run(self.new.module, rows[is_new]))]
-        found = np.empty((len(rows), parts[0][1].shape[1]), dtype=np.float32)
+        output = np.empty((len(rows), parts[0][1].shape[1]), dtype=np.float32)
         for chosen, values in parts:
-            found[chosen] = values
-        return found
+            output[chosen] = values
+        return output
 
 
 @dataclass(frozen=True)

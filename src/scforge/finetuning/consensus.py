@@ -167,10 +167,10 @@ def consensus(
             learned_from, to_label = features[name]
             logs[name][rows] = _log_probabilities(learned_from, classes, n_classes, heads.strengths[name], to_label)
         if held_out is not None:
-            found = np.stack([logs[name][rows] for name in views])
+            log_probabilities = np.stack([logs[name][rows] for name in views])
             neighborhood = features["harmony" if "harmony" in features else "embedding"]
             p_values[rows] = held_out.p_values(
-                embeddings[rows], found, heads.combined(found).argmax(axis=1), neighborhood
+                embeddings[rows], log_probabilities, heads.combined(log_probabilities).argmax(axis=1), neighborhood
             )
     assert heads is not None
     combined = np.sum([weight * logs[name] for name, weight in heads.weights.items()], axis=0)
@@ -203,14 +203,14 @@ class _Heads:
         folds = list(_folds(classes, batches, seed))
         equal = dict.fromkeys(features, 1 / len(features))
         if not folds:
-            weights = {name: _OF_FEW[name] / sum(_OF_FEW[one] for one in features) for name in features}
+            weights = {name: _OF_FEW[name] / sum(_OF_FEW[feature] for feature in features) for name in features}
             heads = cls(dict.fromkeys(features, _DEFAULT_STRENGTH), weights, 1.0)
             return heads, folds, np.empty((len(features), 0, n_classes))
         truth = classes[np.concatenate([held_out for _, held_out in folds])]
         of_cells = balanced_weights(truth, n_classes)[truth]
 
-        def loss(found: np.ndarray) -> float:
-            normalized = np.log(probabilities_of(found))
+        def loss(logits: np.ndarray) -> float:
+            normalized = np.log(probabilities_of(logits))
             return float(-(of_cells * normalized[np.arange(len(truth)), truth]).mean())
 
         for (name, view), strength in product(features.items(), _STRENGTHS):
@@ -221,14 +221,14 @@ class _Heads:
             logs[name][strength] = np.concatenate(parts)
         strengths = {}
         for name, of_view in logs.items():
-            losses = {strength: loss(found) for strength, found in of_view.items()}
+            losses = {strength: loss(values) for strength, values in of_view.items()}
             strengths[name] = min(losses, key=losses.__getitem__)
         best = np.stack([logs[name][strengths[name]] for name in features])
-        candidates = [one for one in product(range(_STEPS + 1), repeat=len(best)) if sum(one) == _STEPS]
-        found = min(candidates, key=lambda one: loss(np.tensordot(one, best, axes=1) / _STEPS))
+        candidates = [shares for shares in product(range(_STEPS + 1), repeat=len(best)) if sum(shares) == _STEPS]
+        shares = min(candidates, key=lambda candidate: loss(np.tensordot(candidate, best, axes=1) / _STEPS))
         weights = {
             name: _EQUAL * equal[name] + (1 - _EQUAL) * share / _STEPS
-            for name, share in zip(features, found, strict=True)
+            for name, share in zip(features, shares, strict=True)
         }
         heads = cls(strengths, weights, 1.0)
         return replace(heads, temperature=fit_temperature(heads.combined(best), truth)), folds, best

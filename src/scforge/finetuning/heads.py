@@ -120,8 +120,8 @@ def fit_temperature(logits: np.ndarray, classes: np.ndarray) -> float:
     def loss(log_temperature: float) -> float:
         return float(-(targets * log_softmax(exact / np.exp(log_temperature), axis=1)).sum() / n_cells)
 
-    found = minimize_scalar(loss, bounds=_LOG_RANGE, method="bounded", options={"xatol": 1e-4})
-    return float(np.exp(found.x))
+    optimum = minimize_scalar(loss, bounds=_LOG_RANGE, method="bounded", options={"xatol": 1e-4})
+    return float(np.exp(optimum.x))
 
 
 def probabilities_of(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
@@ -191,18 +191,18 @@ def fit_logistic(
     from sklearn.linear_model import LogisticRegression
 
     weights, biases = np.zeros((n_classes, features.shape[1])), np.zeros(n_classes)
-    known = np.unique(classes)
-    if len(known) < 2:
-        biases[known] = 1.0
+    present = np.unique(classes)
+    if len(present) < 2:
+        biases[present] = 1.0
         return weights, biases
     of_cells = None if class_weights is None else class_weights[classes]
     model = LogisticRegression(C=strength, max_iter=2_000).fit(features, classes, sample_weight=of_cells)
-    two = len(known) == 2
+    two = len(present) == 2
     # Of two classes scikit-learn has the difference only.
-    weights[known] = np.concatenate([-model.coef_, model.coef_]) / 2 if two else model.coef_
+    weights[present] = np.concatenate([-model.coef_, model.coef_]) / 2 if two else model.coef_
     intercepts = np.concatenate([-model.intercept_, model.intercept_]) / 2 if two else model.intercept_
     biases[:] = intercepts.min()
-    biases[known] = intercepts
+    biases[present] = intercepts
     return weights, biases
 
 

@@ -31,7 +31,7 @@ def fingerprints(cells: Cells) -> np.ndarray:
 
     Each gene with its count is mixed as in SplitMix64 (Steele et al. 2014), and the results are summed.
     """
-    found = np.zeros(len(cells), dtype=np.uint64)
+    numbers = np.zeros(len(cells), dtype=np.uint64)
     with np.errstate(over="ignore"):
         for start in range(0, len(cells), _PIECE):
             block = cells.block(np.arange(start, min(start + _PIECE, len(cells))))
@@ -43,8 +43,8 @@ def fingerprints(cells: Cells) -> np.ndarray:
                 mixed = (mixed ^ (mixed >> np.uint64(shift))) * factor
             mixed ^= mixed >> np.uint64(31)
             ends = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(mixed, dtype=np.uint64)])
-            found[start : start + len(block)] = ends[block.indptr[1:]] - ends[block.indptr[:-1]]
-    return found.view(np.int64)
+            numbers[start : start + len(block)] = ends[block.indptr[1:]] - ends[block.indptr[:-1]]
+    return numbers.view(np.int64)
 
 
 @dataclass(frozen=True)
@@ -95,19 +95,19 @@ class CellFingerprints:
 
         Names are used only if different genes were measured, because the counts of the same cell then differ.
         """
-        found = np.isin(self.numbers, others.numbers)
+        is_among = np.isin(self.numbers, others.numbers)
         for panel in np.unique(self.panels):
             mine, names = self.panels == panel, others._names_elsewhere(panel)
-            found[mine] |= np.isin(self.names[mine], names[names != _NO_NAME])
-        return found
+            is_among[mine] |= np.isin(self.names[mine], names[names != _NO_NAME])
+        return is_among
 
     def undecided(self, others: CellFingerprints) -> np.ndarray:
         """Return which cells may be among `others` although counts and names do not decide this, bool, shape (N,)."""
-        found = np.zeros(len(self), dtype=bool)
+        is_undecided = np.zeros(len(self), dtype=bool)
         for panel in np.unique(self.panels):
             mine, names = self.panels == panel, others._names_elsewhere(panel)
-            found[mine] = (self.names[mine] == _NO_NAME) & bool(len(names)) | bool((names == _NO_NAME).any())
-        return found & ~self.among(others)
+            is_undecided[mine] = (self.names[mine] == _NO_NAME) & bool(len(names)) | bool((names == _NO_NAME).any())
+        return is_undecided & ~self.among(others)
 
     def _names_elsewhere(self, panel: int) -> np.ndarray:
         """Return the names of cells whose fingerprints are not comparable with the fingerprints of a panel."""
@@ -129,8 +129,8 @@ def _names(cells: Cells) -> np.ndarray:
     if obs is None or obs.index.dtype.kind in "iu":
         return np.full(len(cells), _NO_NAME, dtype=np.int64)
     names = (str(name) for name in obs.index)
-    found = (_NO_NAME if name.isdecimal() else _hash(name.encode()) for name in names)
-    return np.fromiter(found, dtype=np.int64, count=len(cells))
+    hashes = (_NO_NAME if name.isdecimal() else _hash(name.encode()) for name in names)
+    return np.fromiter(hashes, dtype=np.int64, count=len(cells))
 
 
 def _panel(cells: Cells) -> int:
@@ -177,12 +177,12 @@ class HeldOutRegistry:
         if marks.among(self.marks).mean() < _SAME:
             # Cells of two studies can have the same barcode.
             marks = replace(marks, names=np.full(len(marks), _NO_NAME, dtype=np.int64))
-        found = np.full(len(marks), "new", dtype=object)
-        found[marks.among(self.marks)] = "unused"
+        parts = np.full(len(marks), "new", dtype=object)
+        parts[marks.among(self.marks)] = "unused"
         for part in reversed(PARTS):  # of cells that are alike, one that was trained on decides
-            found[marks.among(self.marks.take(getattr(self.rows, part)))] = part
-        found[marks.among(self.learned)] = PARTS[0]
-        return found
+            parts[marks.among(self.marks.take(getattr(self.rows, part)))] = part
+        parts[marks.among(self.learned)] = PARTS[0]
+        return parts
 
     def with_learned(self, marks: CellFingerprints) -> HeldOutRegistry:
         """Return a copy with additional cells whose labels were learned."""
@@ -246,13 +246,13 @@ class HeldOutRegistry:
             rows, numbers = Split(**{part: tensors[part] for part in PARTS}), tensors["cells"]
             names, panel, learned = (tensors[name] for name in ("names", "panel", "learned"))
             marks = CellFingerprints(numbers, names, np.repeat(panel, len(numbers)))
-            found = cls(rows, marks, CellFingerprints(*learned))
+            registry = cls(rows, marks, CellFingerprints(*learned))
             intact = metadata[_DIGEST] == _sha256([names, panel, learned])
         except (OSError, KeyError, TypeError, SafetensorError) as error:
             raise ModelFileError(f"{str(path)!r} cannot be read: {error}; copy the model again.") from error
-        if not intact or found.digest != digest:
+        if not intact or registry.digest != digest:
             raise ModelFileError(f"{str(path)!r} is corrupted: its checksum does not match; copy the model again.")
-        return found
+        return registry
 
 
 def _sha256(arrays: Iterable[np.ndarray], start: Buffer = b"") -> str:

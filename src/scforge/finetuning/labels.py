@@ -56,24 +56,24 @@ def decide_labels(
         Cells that are "unknown", bool, shape (N,).
     """
     categories = list(names)
-    found = np.array(categories, dtype=object)[probabilities.argmax(axis=1)]
+    labels = np.array(categories, dtype=object)[probabilities.argmax(axis=1)]
     of_labels = probabilities.max(axis=1)
     if min_probability is not None:
         unsure = of_labels < min_probability
-        found[unsure] = UNASSIGNED
+        labels[unsure] = UNASSIGNED
         if broader is not None:
             parents = sorted({broader[name] for name in names})
             belongs = np.array([[broader[name] == parent for parent in parents] for name in names], dtype=float)
             of_parents = probabilities @ belongs
             wider = unsure & (of_parents.max(axis=1) >= min_probability)
-            found[wider] = np.array(parents, dtype=object)[of_parents[wider].argmax(axis=1)]
+            labels[wider] = np.array(parents, dtype=object)[of_parents[wider].argmax(axis=1)]
             of_labels[wider] = of_parents[wider].max(axis=1)
             categories += [parent for parent in parents if parent not in categories]
         categories.append(UNASSIGNED)
     if is_unknown is not None:
-        found[is_unknown] = UNKNOWN_TYPE
+        labels[is_unknown] = UNKNOWN_TYPE
         categories.append(UNKNOWN_TYPE)
-    return pd.Categorical(found, categories=categories), of_labels.clip(0.0, 1.0).astype(np.float32)
+    return pd.Categorical(labels, categories=categories), of_labels.clip(0.0, 1.0).astype(np.float32)
 
 
 def broader_labels(broader: Any, labels: pd.Categorical, column: Any) -> dict[str, str]:
@@ -89,12 +89,12 @@ def broader_labels(broader: Any, labels: pd.Categorical, column: Any) -> dict[st
                 f"has no label for {listing(map(str, odd))}; map every label to a broader label.",
                 argument="broader",
             )
-        found = {str(text_of(name)): str(parent) for name, parent in broader.items()}
-        if missing := [name for name in names if name not in found]:
+        mapping = {str(text_of(name)): str(parent) for name, parent in broader.items()}
+        if missing := [name for name in names if name not in mapping]:
             raise OptionError(
                 f"has no entry for {listing(missing)}; map every label to a broader label.", argument="broader"
             )
-        return found
+        return mapping
     if not isinstance(broader, str):
         raise OptionError(
             f"is of type {type(broader).__name__!r}; pass a column of the reference, or a mapping.",
@@ -130,10 +130,10 @@ def check_weights(argument: str, weights: Any, classes: Sequence[str] | None) ->
         return weights
     if not isinstance(weights, Mapping):
         raise OptionError("must be None, 'balanced' or a dict of weights by class.", argument=argument, value=weights)
-    found = {str(name): check_positive(f"{argument}[{name!r}]", weight) for name, weight in weights.items()}
-    if classes is not None and (unknown := set(found) - set(classes)):
+    checked = {str(name): check_positive(f"{argument}[{name!r}]", weight) for name, weight in weights.items()}
+    if classes is not None and (unknown := set(checked) - set(classes)):
         raise OptionError(
             f"contains {min(unknown)!r}, which is not a class (classes: {listing(classes)}).",
             argument=argument,
         )
-    return found
+    return checked

@@ -128,8 +128,8 @@ class QueryMapping(Unchanged):
 
     def set_shifts(self, reference: np.ndarray, query: np.ndarray) -> None:
         """Compute the shifts from reference and query embeddings, shapes (R, D) and (Q, D)."""
-        found = query_shifts(reference, query)
-        for buffer, value in zip((self.center, self.clusters, self.shifts), found, strict=True):
+        arrays = query_shifts(reference, query)
+        for buffer, value in zip((self.center, self.clusters, self.shifts), arrays, strict=True):
             buffer.copy_(torch.from_numpy(value))
 
     def set_factors(self, expected: np.ndarray, observed: np.ndarray) -> None:
@@ -158,9 +158,9 @@ class QueryMapping(Unchanged):
 
     def only_factors(self, n_latent: int) -> QueryMapping:
         """Return a mapping with these factors and without shifts, for an encoder with `n_latent` dimensions."""
-        found = QueryMapping(n_latent, 1, len(self.factors))
-        found.factors.copy_(self.factors)
-        return found
+        mapping = QueryMapping(n_latent, 1, len(self.factors))
+        mapping.factors.copy_(self.factors)
+        return mapping
 
     def scaled(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a token batch with the expression that the encoder expects."""

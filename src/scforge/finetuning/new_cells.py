@@ -110,17 +110,17 @@ class LabeledCells:
                 others = cls(embeddings[kept], classes[kept])
                 logs.append(np.log(others.probabilities(embeddings[held_out], n_classes) + _TINY))
                 truth.append(classes[held_out])
-        found = fit_temperature(np.concatenate(logs), np.concatenate(truth)) if logs else 1.0
-        return cls(embeddings, classes, max(found, 1.0), in_base)
+        temperature = fit_temperature(np.concatenate(logs), np.concatenate(truth)) if logs else 1.0
+        return cls(embeddings, classes, max(temperature, 1.0), in_base)
 
     def probabilities(self, embeddings: np.ndarray, n_classes: int) -> np.ndarray:
         """Return the mean of a balanced logistic regression and of neighbor votes, float64, shape (N, C)."""
         mean, scale = self.embeddings.mean(axis=0), np.maximum(self.embeddings.std(axis=0), _TINY)
         balanced = balanced_weights(self.classes, n_classes)
         weights, biases = fit_logistic((self.embeddings - mean) / scale, self.classes, n_classes, balanced)
-        found = probabilities_of((embeddings - mean) / scale @ weights.T + biases)
-        found += neighbor_votes(self.embeddings, self.classes, embeddings, n_neighbors=_NEIGHBORS, n_classes=n_classes)
-        return found / found.sum(axis=1, keepdims=True)
+        summed = probabilities_of((embeddings - mean) / scale @ weights.T + biases)
+        summed += neighbor_votes(self.embeddings, self.classes, embeddings, n_neighbors=_NEIGHBORS, n_classes=n_classes)
+        return summed / summed.sum(axis=1, keepdims=True)
 
     def share_far(self, embeddings: np.ndarray) -> float:
         """Return the fraction of cells that are farther from these cells than 95% of these cells are."""
@@ -144,15 +144,15 @@ class LabeledCells:
         """Create an instance from the result of :meth:`tensors`, which was read from the folder `source`."""
         try:
             temperature, in_base = float(tensors["temperature"]), bool(tensors["in_base"])
-            found = cls(tensors["embeddings"].numpy(), tensors["classes"].numpy(), temperature, in_base)
-            is_valid = found.embeddings.ndim == 2 and found.classes.shape == found.embeddings.shape[:1]
-            is_valid &= bool(np.isfinite(found.embeddings).all()) and found.temperature >= 1
-            is_valid &= found.classes.dtype == np.int64 and bool(np.isin(found.classes, np.arange(n_classes)).all())
+            labeled = cls(tensors["embeddings"].numpy(), tensors["classes"].numpy(), temperature, in_base)
+            is_valid = labeled.embeddings.ndim == 2 and labeled.classes.shape == labeled.embeddings.shape[:1]
+            is_valid &= bool(np.isfinite(labeled.embeddings).all()) and labeled.temperature >= 1
+            is_valid &= labeled.classes.dtype == np.int64 and bool(np.isin(labeled.classes, np.arange(n_classes)).all())
         except (KeyError, RuntimeError, TypeError, ValueError):
             is_valid = False
         if not is_valid:
             raise ModelFileError(f"the labeled cells in {source!r} are invalid; save the model again.")
-        return found
+        return labeled
 
 
 @dataclass(frozen=True)
@@ -188,9 +188,9 @@ class NewCells:
         chosen = self.is_new[rows]
         by_labeled = self.probabilities[np.cumsum(self.is_new)[rows[chosen]] - 1]
         combined = (probabilities[chosen] + 2 * by_labeled) / 3
-        found = probabilities.copy()
-        found[chosen] = probabilities_of(np.log(combined + _TINY), self.temperature)
-        return found
+        updated = probabilities.copy()
+        updated[chosen] = probabilities_of(np.log(combined + _TINY), self.temperature)
+        return updated
 
     def report(self) -> None:
         """Print the measured differences, or warn if they make predictions unreliable."""

@@ -124,7 +124,7 @@ def split_for(
         parts["test"].append(of_class[:n_test])
         parts["validation"].append(of_class[n_test : n_test + n_validation])
         parts["train"].append(of_class[n_test + n_validation :])
-    return Split(**{part: np.sort(np.concatenate(found)) for part, found in parts.items()})
+    return Split(**{part: np.sort(np.concatenate(chunks)) for part, chunks in parts.items()})
 
 
 def _check_groups(key: str, names: list[str], *, n_parts: int) -> None:

@@ -158,14 +158,14 @@ class SupervisedTask(Task):
             return context.cells.column(key).iloc[context.rows]
 
         targets = self.read(column)
-        known = self.has_target(targets)
-        if not known.any():
+        is_known = self.has_target(targets)
+        if not is_known.any():
             known_classes = f" (classes: {listing(self.classes)})" if self.classes else ""
             raise DataError(
-                f"{self.argument} has no value that the model predicts in any of the {len(known)} scored "
+                f"{self.argument} has no value that the model predicts in any of the {len(is_known)} scored "
                 f"cells{known_classes}; score other cells."
             )
-        rows, truth = context.rows[known], targets[known]
+        rows, truth = context.rows[is_known], targets[is_known]
         methods = {"scforge": self.estimate(context.predictor, rows)}
         if context.baselines and context.train_cells is not None and context.train_rows is not None:
             of_train = self.read(context.train_cells.column)
@@ -178,8 +178,8 @@ class SupervisedTask(Task):
                 inputs = replace(inputs, embeddings={FROZEN: frozen})
             methods |= self.baselines(inputs, of_train[inputs.rows])
         counts = {"n_scored": len(rows), **self.count_unscored(targets, column)}
-        self._warn_of_unscored(counts, len(known), column)
-        scores = {name: self.scores(truth, found) for name, found in methods.items()}
+        self._warn_of_unscored(counts, len(is_known), column)
+        scores = {name: self.scores(truth, estimates) for name, estimates in methods.items()}
         table = {name: {**values, **counts} for name, values in scores.items()}
         metrics = pd.DataFrame.from_dict(table, orient="index").rename_axis("method")
         tables = self.tables(truth, methods["scforge"])
@@ -187,7 +187,7 @@ class SupervisedTask(Task):
             key = context.groups_key
             groups = np.arange(len(rows))
             if key is not None:
-                groups = pd.factorize(texts_of(column(key)[known], key=key, argument="groups_key"))[0]
+                groups = pd.factorize(texts_of(column(key)[is_known], key=key, argument="groups_key"))[0]
             if key is None or has_enough_groups(key, int(groups.max()) + 1):
                 tables["differences"] = self._differences(scores, truth, methods, groups, seed=context.seed)
         return Evaluated(metrics, tables)
@@ -227,19 +227,19 @@ class SupervisedTask(Task):
         for i in range(_N_DRAWS):
             (times,) = bootstrap_weights(len(truth), 1, seed=seed * _N_DRAWS + i, groups=groups)
             rows = np.repeat(np.arange(len(truth)), times)
-            for name, found in methods.items():
-                draws[name].append(self.scores(truth[rows], found[rows]))
+            for name, estimates in methods.items():
+                draws[name].append(self.scores(truth[rows], estimates[rows]))
         tables, n_groups = {name: pd.DataFrame(drawn) for name, drawn in draws.items()}, int(groups.max()) + 1
         lines = []
         for other in list(methods)[1:]:
             for score, value in values["scforge"].items():
-                one = compare_paired(
+                comparison = compare_paired(
                     other, value, values[other][score], tables["scforge"][score], tables[other][score], n_units=n_groups
                 )
                 # Without a p-value, samples do not vary, e.g. because there are too few cells for an interval.
-                low, high = (np.nan, np.nan) if np.isnan(one.p_value) else (one.low, one.high)
+                low, high = (np.nan, np.nan) if np.isnan(comparison.p_value) else (comparison.low, comparison.high)
                 verdict = "" if np.isnan(low) else "tie"
                 if low > 0 or high < 0:
                     verdict = "better" if (low > 0) != (score in self.lower_is_better) else "worse"
-                lines.append((other, score, one.difference, low, high, verdict))
+                lines.append((other, score, comparison.difference, low, high, verdict))
         return pd.DataFrame(lines, columns=["method", "score", "difference", "low", "high", "verdict"])

@@ -106,20 +106,20 @@ class HeldOut:
         scale = np.maximum(high - low, _TINY)
         k = min(_SMOOTHED, len(classes) // 10, len(self.rows) // 10)
         held_out, query = (
-            _smoothed(((found - center) / scale).clip(-_OUTLIER, _OUTLIER).sum(axis=0), features, k)
-            for found, features in (
+            _smoothed(((measure - center) / scale).clip(-_OUTLIER, _OUTLIER).sum(axis=0), features, k)
+            for measure, features in (
                 (self.measures, neighborhood[0][self.rows]),
                 (measures, neighborhood[1]),
             )
         )
-        found = np.empty(len(classes), dtype=np.float32)
-        for one in np.unique(classes):
-            of_class = held_out[self.classes == one]
+        p_values = np.empty(len(classes), dtype=np.float32)
+        for label in np.unique(classes):
+            of_class = held_out[self.classes == label]
             scores = np.sort(of_class if len(of_class) >= _LEAST_CELLS else held_out)
-            is_class = classes == one
+            is_class = classes == label
             n_below = np.searchsorted(scores, query[is_class])
-            found[is_class] = (1 + len(scores) - n_below) / (1 + len(scores))
-        return found
+            p_values[is_class] = (1 + len(scores) - n_below) / (1 + len(scores))
+        return p_values
 
 
 def _measures(logs: np.ndarray, embeddings: np.ndarray, reference: np.ndarray) -> np.ndarray:

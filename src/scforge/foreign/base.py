@@ -144,13 +144,13 @@ class Rule:
     def found_in(self, names: Iterable[str]) -> list[dict[str, str]]:
         """Return the values of the placeholders for each set of weights of the rule."""
         patterns = [_compiled(source) for source in self.sources]
-        found: list[dict[str, str]] = []
+        matches: list[dict[str, str]] = []
         for name in names:
             for pattern in patterns:
                 match = pattern.fullmatch(name)
-                if match is not None and match.groupdict() not in found:
-                    found.append(match.groupdict())
-        return found
+                if match is not None and match.groupdict() not in matches:
+                    matches.append(match.groupdict())
+        return matches
 
 
 @dataclass(frozen=True)
@@ -225,9 +225,9 @@ class NameMap:
         used = self._left_out(tensors, where)
         ours: dict[str, torch.Tensor] = {}
         for rule in self.rules:
-            for found in rule.found_in(tensors):
-                names = [source.format(**found) for source in rule.sources]
-                target = rule.target.format(**found)
+            for placeholders in rule.found_in(tensors):
+                names = [source.format(**placeholders) for source in rule.sources]
+                target = rule.target.format(**placeholders)
                 if target in ours:
                     continue  # a second spelling of a weight, which is unused, and told below
                 try:
@@ -239,12 +239,12 @@ class NameMap:
                         f"{first_line(error)}."
                     ) from error
                 used.update(names)
-        if missing := [self._name_of(name) for name in expected if name not in ours]:
+        if missing := [self._checkpoint_name(name) for name in expected if name not in ours]:
             raise ModelFileError(
                 f"{where} lacks the weights {listing(missing, most=3)}, which would be randomly initialized; use "
                 "a complete checkpoint."
             )
-        surplus = [self._name_of(name) for name in ours if name not in expected]
+        surplus = [self._checkpoint_name(name) for name in ours if name not in expected]
         if unknown := [*(name for name in tensors if name not in used), *surplus]:
             raise ModelFileError(
                 f"{where} contains weights that a {self.family} model with this config does not have: "
@@ -253,8 +253,8 @@ class NameMap:
         for name, shape in expected.items():
             if ours[name].shape != shape:
                 raise ModelFileError(
-                    f"the weight {self._name_of(name)!r} in {where} has shape {tuple(ours[name].shape)}, but its "
-                    f"config and vocabulary require {tuple(shape)}."
+                    f"the weight {self._checkpoint_name(name)!r} in {where} has shape {tuple(ours[name].shape)}, but "
+                    f"its config and vocabulary require {tuple(shape)}."
                 )
         return {name: ours[name] for name in expected}
 
@@ -268,37 +268,37 @@ class NameMap:
         """
         theirs: dict[str, torch.Tensor] = {}
         for name, tensor in ours.items():
-            rule, found = self._rule_of(name)
+            rule, placeholders = self._find_rule(name)
             if rule is None:
                 raise ModelFileError(f"a {self.family} checkpoint has no weight for {name!r}.")
             parts = rule.transform.split(tensor)
-            theirs |= {source.format(**found): part for source, part in zip(rule.sources, parts, strict=True)}
+            theirs |= {source.format(**placeholders): part for source, part in zip(rule.sources, parts, strict=True)}
         return theirs
 
     def _left_out(self, tensors: Mapping[str, torch.Tensor], where: str) -> set[str]:
         """Return the names of the weights that are left out."""
         names: set[str] = set()
         for line in self.left_out:
-            found = [name for name in tensors if _compiled(line.source).fullmatch(name)]
+            dropped = [name for name in tensors if _compiled(line.source).fullmatch(name)]
             other = None if line.same_as is None else tensors.get(line.same_as)
-            if other is not None and any(not torch.equal(tensors[name], other) for name in found):
+            if other is not None and any(not torch.equal(tensors[name], other) for name in dropped):
                 raise ModelFileError(
-                    f"{where} has different values for {found[0]!r} and {line.same_as!r}; set both to the same value."
+                    f"{where} has different values for {dropped[0]!r} and {line.same_as!r}; set both to the same value."
                 )
-            names.update(found)
+            names.update(dropped)
         return names
 
-    def _rule_of(self, target: str) -> tuple[Rule | None, dict[str, str]]:
+    def _find_rule(self, target: str) -> tuple[Rule | None, dict[str, str]]:
         """Return the rule for an scforge weight, and the values of its placeholders."""
         for rule in self.rules:
-            if (found := _compiled(rule.target).fullmatch(target)) is not None:
-                return rule, found.groupdict()
+            if (match := _compiled(rule.target).fullmatch(target)) is not None:
+                return rule, match.groupdict()
         return None, {}
 
-    def _name_of(self, target: str) -> str:
+    def _checkpoint_name(self, target: str) -> str:
         """Return the checkpoint name of an scforge weight."""
-        rule, found = self._rule_of(target)
-        return target if rule is None else rule.sources[0].format(**found)
+        rule, placeholders = self._find_rule(target)
+        return target if rule is None else rule.sources[0].format(**placeholders)
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -579,16 +579,16 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
     if not path.exists():
         raise MissingFileError(f"the checkpoint {str(source)!r} does not exist; pass its folder or file.")
     if family is None:
-        found = [name for name in FAMILIES.names() if FAMILIES.get(name)().recognizes(path)]
-        if len(found) != 1:
-            what = f"matches several families ({listing(found)})" if found else "has an unknown family"
+        families = [name for name in FAMILIES.names() if FAMILIES.get(name)().recognizes(path)]
+        if len(families) != 1:
+            what = f"matches several families ({listing(families)})" if families else "has an unknown family"
             raise OptionError(
                 f"the checkpoint {str(path)!r} {what}; pass one of {listing(FAMILIES.names())} as family."
             )
-        (family,) = found
+        (family,) = families
     cls = FAMILIES.get(family)
     parameters = inspect.signature(cls.read).parameters.values()
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        known = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
-        check_options("option", family, options, known)
+        accepted = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        check_options("option", family, options, accepted)
     return cls().read(path, **options)

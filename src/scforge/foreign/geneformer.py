@@ -233,9 +233,9 @@ def _vocab(
     """Return the vocabulary from dictionaries that are passed or found in the folder."""
     if tokens_medians is None or (isinstance(tokens_medians, str | os.PathLike) and Path(tokens_medians).is_dir()):
         folder = source if tokens_medians is None else Path(tokens_medians)
-        found = _dictionaries_in(folder, version)
-        tokens_medians = (found["tokens"], found["medians"])
-        beside = found["tokens"].parent
+        paths = _dictionaries_in(folder, version)
+        tokens_medians = (paths["tokens"], paths["medians"])
+        beside = paths["tokens"].parent
         ensembl_map = _only(beside / "ensembl_mapping_dict*.pkl") if ensembl_map is None else ensembl_map
         gene_names = _only(beside / "gene_name_id_dict*.pkl") if gene_names is None else gene_names
     if isinstance(tokens_medians, tuple | list):
@@ -249,9 +249,9 @@ def _vocab(
 def _dictionaries_in(folder: Path, version: str) -> dict[str, Path]:
     """Return the two dictionary files in a folder, or in the subfolders used by the published repository."""
     for part in _FOLDERS[version]:
-        found = {what: path for what, pattern in _FILES.items() if (path := _only(folder / part / pattern))}
-        if len(found) == len(_FILES):
-            return found
+        paths = {what: path for what, pattern in _FILES.items() if (path := _only(folder / part / pattern))}
+        if len(paths) == len(_FILES):
+            return paths
     raise MissingFileError(
         f"the folder {str(folder)!r} must contain exactly one {_FILES['tokens']} and one {_FILES['medians']}; pass the "
         "two files as tokens_medians."
@@ -260,8 +260,8 @@ def _dictionaries_in(folder: Path, version: str) -> dict[str, Path]:
 
 def _only(pattern: Path) -> Path | None:
     """Return the file that matches a pattern, or None if no file or several files match."""
-    found = list(pattern.parent.glob(pattern.name))
-    return found[0] if len(found) == 1 else None
+    matches = list(pattern.parent.glob(pattern.name))
+    return matches[0] if len(matches) == 1 else None
 
 
 def _opened(dictionary: Any) -> Any:
@@ -332,14 +332,14 @@ def to_geneformer(model: Any, folder: str | os.PathLike[str], *, overwrite: bool
     if not tied:
         # BERT keeps a second one, which it does not use.
         theirs["cls.predictions.bias"] = theirs["cls.predictions.decoder.bias"].clone()
-    with atomic_folder(folder, overwrite=overwrite) as place:
+    with atomic_folder(folder, overwrite=overwrite) as target:
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in theirs.items()}
-        save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
         for name, content in _dictionaries(model.vocab).items():
-            (place / name).write_bytes(pickle.dumps(content, protocol=4))
-        sums = {path.name: sha256_of(path) for path in sorted(place.glob("*.pkl"))}
+            (target / name).write_bytes(pickle.dumps(content, protocol=4))
+        sums = {path.name: sha256_of(path) for path in sorted(target.glob("*.pkl"))}
         config = _config(model, options) | {"sha256": sums}
-        (place / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _options(model: Any) -> dict[str, Any]:

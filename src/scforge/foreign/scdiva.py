@@ -150,7 +150,7 @@ class ScDiVa:
         has_types = any(name.startswith(tuple(f"{head}." for head in _HEADS["annotation_head"])) for name in tensors)
         if has_types and config.n_types is None:
             raise ModelFileError(f"{_CONFIG} lacks 'num_cell_types', although there is an annotation head; add it.")
-        made = GeneVocab(genes=genes, release="ScDiVa")
+        gene_vocab = GeneVocab(genes=genes, release="ScDiVa")
         architecture = {
             "name": "scdiva",
             **config.model_dump(include={"hidden_dim", "num_layers", "num_heads", "ffn_dim", "latent_dim", "dropout"}),
@@ -162,7 +162,7 @@ class ScDiVa:
             "final_norm": any(name.startswith(tuple(f"{norm}." for norm in _FINAL_NORMS)) for name in tensors),
             "layer_norm_eps": config.eps,
             "num_cell_types": config.n_types if has_types else 0,
-            "n_special": made.n_special,
+            "n_special": gene_vocab.n_special,
         }
         return Foreign(
             family="scdiva",
@@ -170,7 +170,7 @@ class ScDiVa:
             architecture=architecture,
             tokenizer={"name": "continuous_projection", "append_cls": False},
             objective={"name": "variational"},
-            vocab=made,
+            vocab=gene_vocab,
             names=scdiva_names(),
             tensors=tensors,
             source=str(path),

@@ -86,16 +86,16 @@ class ScFoundation:
                 f"{str(path)!r} does not contain the model {part!r} and its config; pass the published {_WEIGHTS}."
             )
         prefix = f"the config in {str(path)!r} describes a model that scforge does not support"
-        found = parsed(_Config, model["config"], prefix)
-        config = parsed(_Options, {**found.options.mae_autobin, **found.dataset_config.rnaseq}, prefix)
+        settings = parsed(_Config, model["config"], prefix)
+        config = parsed(_Options, {**settings.options.mae_autobin, **settings.dataset_config.rnaseq}, prefix)
         genes = _panel(vocab, path.parent / _PANEL)
         n_rows = config.seq_len + 1
         if len(genes) + 3 != n_rows:
             raise ModelFileError(
                 f"{str(path)!r} has {n_rows - 3} genes, but vocab has {len(genes)}; pass the genes of this checkpoint."
             )
-        made = GeneVocab(genes=genes, release="scFoundation", special_tokens=(PAD_TOKEN, MASK_TOKEN))
-        tokenizer = ContinuousProjectionTokenizer.scfoundation(made)
+        gene_vocab = GeneVocab(genes=genes, release="scFoundation", special_tokens=(PAD_TOKEN, MASK_TOKEN))
+        tokenizer = ContinuousProjectionTokenizer.scfoundation(gene_vocab)
         # There: the genes, the depth wanted, the depth available, padding. It has no MASK; here MASK has no vector.
         order = (n_rows - 1, -1, len(genes), len(genes) + 1, *range(len(genes)))
         tensors = state_dict_in(model, f"{path}[{part}]")

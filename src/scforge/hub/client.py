@@ -35,12 +35,12 @@ def hub_errors(prefix: str, repo_id: str, revision: str | None = None) -> Iterat
     """
     from huggingface_hub import constants, errors
 
-    place, token = constants.ENDPOINT, "a token (HF_TOKEN, or hf auth login)"
-    known: list[tuple[type[Exception], type[ScforgeError], str]] = [
+    endpoint, token = constants.ENDPOINT, "a token (HF_TOKEN, or hf auth login)"
+    causes: list[tuple[type[Exception], type[ScforgeError], str]] = [
         (
             errors.GatedRepoError,
             OptionError,
-            f"access is restricted; request access at {place}/{repo_id}, and pass {token}",
+            f"access is restricted; request access at {endpoint}/{repo_id}, and pass {token}",
         ),
         (
             errors.RevisionNotFoundError,
@@ -50,7 +50,7 @@ def hub_errors(prefix: str, repo_id: str, revision: str | None = None) -> Iterat
         (
             errors.RepositoryNotFoundError,
             MissingFileError,
-            f"there is no repository {repo_id!r} at {place}, or it is private; check the name, or pass {token}",
+            f"there is no repository {repo_id!r} at {endpoint}, or it is private; check the name, or pass {token}",
         ),
         (
             errors.LocalEntryNotFoundError,
@@ -67,12 +67,12 @@ def hub_errors(prefix: str, repo_id: str, revision: str | None = None) -> Iterat
     except ScforgeError:
         raise
     except (errors.HTTPError, OSError, ValueError, RuntimeError) as error:
-        for cls, kind, why in known:
+        for cls, kind, why in causes:
             if isinstance(error, cls):
                 raise kind(f"{prefix}: {why}.") from safe_cause(error)
         text = " ".join((getattr(error, "server_message", None) or str(error)).split())[:300].rstrip(".")
         status = f"{error.response.status_code}, " if isinstance(error, errors.HfHubHTTPError) else ""
         raise HubError(
-            f"{prefix}: the request to {place} failed ({status}{text}); check the connection and HF_ENDPOINT, or pass "
-            f"{token}."
+            f"{prefix}: the request to {endpoint} failed ({status}{text}); check the connection and HF_ENDPOINT, or "
+            f"pass {token}."
         ) from safe_cause(error)

@@ -72,11 +72,11 @@ def shared_files(folder: Path) -> list[str]:
         If one of them is a link that leads out of the folder, as a link to a private file of the user would.
     """
     names = [name for name in SHARED_FILES if (folder / name).is_file()]
-    place = folder.resolve()
+    resolved = folder.resolve()
     # In the hub's cache, each file is a link to a blob.
-    roots = (place, place.parent.parent / "blobs" if place.parent.name == "snapshots" else place)
+    roots = (resolved, resolved.parent.parent / "blobs" if resolved.parent.name == "snapshots" else resolved)
     for name in names:
-        if not any((place / name).resolve().is_relative_to(root) for root in roots):
+        if not any((resolved / name).resolve().is_relative_to(root) for root in roots):
             raise ModelFileError(f"{str(folder / name)!r} is a link out of its folder; replace it with a file.")
     return names
 
@@ -102,19 +102,19 @@ def copy_model(
     `origin` is the source of the model for :func:`origin_of`.
     """
     source = Path(folder)
-    with atomic_folder(output, overwrite=overwrite, argument="output") as place:
+    with atomic_folder(output, overwrite=overwrite, argument="output") as target:
 
         def copy(complete: Path) -> None:
             for name in shared_files(complete):
-                shutil.copyfile(complete / name, place / name)
+                shutil.copyfile(complete / name, target / name)
 
         read_settled(source, copy)
-        kind = kind_of_folder(place)
+        kind = kind_of_folder(target)
         if kind is None:
             raise MissingFileError(f"contains no {described_kind()}; pass a model folder.", folder=str(folder))
         if None not in origin:
-            content = {"repo_id": origin[0], "commit": origin[1], "sha256": sha256_of(place / _NEEDED[kind][0])}
-            (place / ORIGIN_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            content = {"repo_id": origin[0], "commit": origin[1], "sha256": sha256_of(target / _NEEDED[kind][0])}
+            (target / ORIGIN_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return Path(output)
 
 
@@ -186,10 +186,10 @@ def find_registered(text: str, prefix: str) -> tuple[FoundModel | None, str | No
     version = version or entry.latest
     if version not in entry.versions:
         raise OptionError(f"{prefix} has no version {version!r} (known: {listing(entry.versions)})")
-    place = entry.versions[version]
-    if place.folder is None:
-        return None, place.repo_id, place.revision
-    folder = _checked(file.parent / place.folder, f"{prefix} (folder {str(file.parent / place.folder)!r})")
+    location = entry.versions[version]
+    if location.folder is None:
+        return None, location.repo_id, location.revision
+    folder = _checked(file.parent / location.folder, f"{prefix} (folder {str(file.parent / location.folder)!r})")
     is_shipped = file.parent == Path(str(files("scforge.hub")))
     return FoundModel(folder, *origin_of(folder), name=f"{SCHEME}{name}@{version}" if is_shipped else None), None, None
 
@@ -200,8 +200,10 @@ def _entries() -> dict[str, tuple[_Entry, Path]]:
     own = [Path(name) for name in os.environ.get(_VARIABLE, "").split(os.pathsep) if name]
     with as_file(files("scforge.hub").joinpath("registry.json")) as shipped:
         for path in (*own, shipped):
-            found = parsed(_RegistryFile, read_json(path), f"{str(path)!r} is not a valid model registry ({_VARIABLE})")
-            for name, entry in found.models.items():
+            registry = parsed(
+                _RegistryFile, read_json(path), f"{str(path)!r} is not a valid model registry ({_VARIABLE})"
+            )
+            for name, entry in registry.models.items():
                 entries.setdefault(name, (entry, path))
     return entries
 

@@ -62,19 +62,19 @@ def attention_between_genes(
             f"only the {len(used)} most widely expressed of {n_seen} genes are analyzed; raise max_genes to include "
             "more."
         )
-    place = np.full(len(tokenizer.vocab), -1, dtype=np.int64)
-    place[n_special + used] = np.arange(len(used))
+    positions = np.full(len(tokenizer.vocab), -1, dtype=np.int64)
+    positions[n_special + used] = np.arange(len(used))
     sums = np.zeros((len(used), len(used)), dtype=np.float32)
     numbers = np.zeros(sums.shape, dtype=np.int32)
     longest = int(tokenizer.lengths(cells.n_expressed).max())
 
     def add(batch: dict[str, torch.Tensor]) -> None:
         output = module(**batch, return_logits=False, output_attentions=True)
-        one = _over_heads(of_layer(output.attentions, layer), heads).float().cpu().numpy()
-        at = place[batch["input_ids"].cpu().numpy()]
+        weights = _over_heads(of_layer(output.attentions, layer), heads).float().cpu().numpy()
+        at = positions[batch["input_ids"].cpu().numpy()]
         at[~batch["attention_mask"].cpu().numpy()] = -1
-        at[~one.any(axis=2)] = -1  # a token that had no room
-        _add(one, at, sums, numbers)
+        at[~weights.any(axis=2)] = -1  # a token that had no room
+        _add(weights, at, sums, numbers)
 
     batch_size = max(1, min(batch_size, _NUMBERS // (_n_heads(module) * longest**2)))
     visit(module, cells, tokenizer, add, objective=objective, batch_size=batch_size)
@@ -126,12 +126,12 @@ def _strongest(
     """Return the largest mean weights of each row, shape (G, G)."""
     rows, columns, values = [], [], []
     for row in range(len(used)):
-        known = np.flatnonzero(numbers[row] >= min_cells)
-        means = sums[row, known] / numbers[row, known]
+        candidates = np.flatnonzero(numbers[row] >= min_cells)
+        means = sums[row, candidates] / numbers[row, candidates]
         best = np.sort(np.argsort(-means, kind="stable")[:top_k])
         best = best[means[best] > 0]
         rows.append(np.full(len(best), used[row]))
-        columns.append(used[known[best]])
+        columns.append(used[candidates[best]])
         values.append(means[best])
     if not rows:
         return sparse.csr_matrix((n_genes, n_genes), dtype=np.float32)

@@ -121,11 +121,11 @@ def check_offers(module: nn.Module, option: str, lack: str, fix: str = "") -> No
     """Raise an error if ``forward`` of an architecture lacks an option; `lack` describes the missing feature."""
     if _offers(type(module), option):
         return
-    found = []
+    offering = []
     for name in MODELS.names():
         with suppress(ScforgeError):  # of a part that cannot be used, which is another matter
-            found += [name] if _offers(MODELS.get(name), option) else []
-    raise OptionError(f"{type(module).__name__} {lack}; choose another architecture ({listing(found)}){fix}.")
+            offering += [name] if _offers(MODELS.get(name), option) else []
+    raise OptionError(f"{type(module).__name__} {lack}; choose another architecture ({listing(offering)}){fix}.")
 
 
 def _offers(architecture: type[nn.Module], option: str) -> bool:
@@ -135,8 +135,8 @@ def _offers(architecture: type[nn.Module], option: str) -> bool:
 def _token_embedding(module: nn.Module, n_tokens: int) -> nn.Module | None:
     """Return the module that embeds tokens: a known component, or the first module with the vocabulary size."""
     parts = list(module.modules())
-    found: list[nn.Module] = [part.gene_embedding for part in parts if isinstance(part, GeneExpressionEmbedding)]
-    found += [part for part in parts if isinstance(part, GeneVectorBag)]
+    candidates: list[nn.Module] = [part.gene_embedding for part in parts if isinstance(part, GeneExpressionEmbedding)]
+    candidates += [part for part in parts if isinstance(part, GeneVectorBag)]
     tables = [part for part in parts if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
-    found += [part for part in tables if part.num_embeddings == n_tokens]
-    return next(iter(found), None)
+    candidates += [part for part in tables if part.num_embeddings == n_tokens]
+    return next(iter(candidates), None)

@@ -78,15 +78,15 @@ def predict_uncounted(
     result = np.empty((len(cells), len(genes)), dtype=np.float32)
     for rows, block, tokens in _batches(cells, tokenizer, objective, batch_size):
         counted = _counted(block, tokenizer)
-        known = torch.zeros(counted.shape, dtype=torch.float32)
-        cell, place = torch.nonzero(_are_genes(tokens, tokenizer), as_tuple=True)
-        known[cell, tokens["input_ids"][cell, place] - tokenizer.vocab.n_special] = tokens["values"][cell, place]
-        values = known
+        observed = torch.zeros(counted.shape, dtype=torch.float32)
+        cell, column = torch.nonzero(_are_genes(tokens, tokenizer), as_tuple=True)
+        observed[cell, tokens["input_ids"][cell, column] - tokenizer.vocab.n_special] = tokens["values"][cell, column]
+        values = observed
         for part in parts:
             asked = torch.zeros_like(counted)
             asked[:, part] = True
             # A gene with counts that was truncated is masked like a gene without counts.
-            asked &= ~(counted & (known > 0))
+            asked &= ~(counted & (observed > 0))
             values = torch.where(asked, _predict(module, tokens, asked, tokenizer, objective), values)
         result[rows] = values[:, genes].numpy()
     return result
@@ -173,9 +173,11 @@ def hide_genes(tokens: _Batch, hidden: torch.Tensor, tokenizer: Tokenizer) -> tu
     within = torch.arange(len(cell)) - (n_hidden.cumsum(0) - n_hidden)[cell]
     added[cell, within] = gene + n_special
     # Visible tokens, masked genes, tokens after the genes of a cell such as EOS, padding.
-    place = torch.arange(n_tokens).expand(n_cells, -1)
-    last_gene = torch.where(of_gene, place, -1).amax(dim=1, keepdim=True) if n_tokens else place.new_zeros(n_cells, 1)
-    behind = ~of_gene & (place > last_gene) & (place >= n_front)
+    positions = torch.arange(n_tokens).expand(n_cells, -1)
+    last_gene = (
+        torch.where(of_gene, positions, -1).amax(dim=1, keepdim=True) if n_tokens else positions.new_zeros(n_cells, 1)
+    )
+    behind = ~of_gene & (positions > last_gene) & (positions >= n_front)
     kind = torch.where(behind, 2, 0).masked_fill(~mask | gone, 3)
     kind = torch.cat([kind, torch.where(added > 0, 1, 3)], dim=1)
     order = torch.argsort(kind, dim=1, stable=True)[:, : int((kind < 3).sum(dim=1).max())]
@@ -204,13 +206,13 @@ def _predict(
     device = next(module.parameters()).device
     on_device = {name: tensor.to(device) for name, tensor in batch.items()}
     with evaluating(module), torch.inference_mode():
-        raw = _values_of_tokens(module, on_device).float().cpu()
-    cell, place = torch.nonzero(genes >= 0, as_tuple=True)
-    values[cell, genes[cell, place]] = raw[cell, place].clamp(min=0)
+        raw = _token_values(module, on_device).float().cpu()
+    cell, column = torch.nonzero(genes >= 0, as_tuple=True)
+    values[cell, genes[cell, column]] = raw[cell, column].clamp(min=0)
     return values
 
 
-def _values_of_tokens(module: nn.Module, batch: _Batch) -> torch.Tensor:
+def _token_values(module: nn.Module, batch: _Batch) -> torch.Tensor:
     """Return the value that the module predicts for each token, (B, W); for bins, the expected value."""
     head = getattr(module, "expression_head", None)
     if "masked_values" in batch:

@@ -114,8 +114,8 @@ def perturbation_table(
                 if z in table:
                     table.insert(int(table.columns.get_loc(z)) + 1, f"{z}{ending}", other[z])
         decoded = {
-            name: vocab.decode(tested[:, place] + vocab.n_special)
-            for place, name in enumerate(("gene", "gene_2")[: tested.shape[1]])
+            name: vocab.decode(tested[:, column] + vocab.n_special)
+            for column, name in enumerate(("gene", "gene_2")[: tested.shape[1]])
         }
         tables.append(pd.DataFrame(decoded if group is None else {**decoded, "group": group}).join(table))
     results = with_rates(pd.concat(tables, ignore_index=True))

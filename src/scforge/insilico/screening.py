@@ -338,7 +338,7 @@ def with_counts(block: CellBlock, genes_bk: np.ndarray, counts_bk: np.ndarray) -
     cells, genes = cell_bk.ravel()[new], genes_bk.ravel()[new]
     new = new[np.lexsort((genes, cells))]
     places = place_bk.ravel()[new]
-    cell_of = np.insert(_cell_of(block), places, cell_bk.ravel()[new])
+    cell_of = np.insert(_entry_cells(block), places, cell_bk.ravel()[new])
     genes = np.insert(block.genes, places, genes_bk.ravel()[new].astype(np.int32))
     counts = np.insert(counts, places, counts_bk.ravel()[new].astype(np.float32))
     kept = counts > 0
@@ -362,7 +362,7 @@ def usual_shares(cells: CellSource) -> np.ndarray:
     return shares.median().reindex(range(cells.counts.shape[1])).to_numpy()
 
 
-def _cell_of(block: CellBlock) -> np.ndarray:
+def _entry_cells(block: CellBlock) -> np.ndarray:
     return np.repeat(np.arange(len(block)), np.diff(block.indptr))
 
 
@@ -370,7 +370,7 @@ def _find(block: CellBlock, genes_bk: np.ndarray) -> tuple[np.ndarray, np.ndarra
     """Return whether genes have an entry, bool (B, K), and the position where it is or would be, int64 (B, K)."""
     # Entries ascend by gene within a cell, so that cell and gene as one number ascend over the block.
     n_genes = 1 + max(int(block.genes.max(initial=0)), int(genes_bk.max(initial=0)))
-    keys = _cell_of(block) * np.int64(n_genes) + block.genes
+    keys = _entry_cells(block) * np.int64(n_genes) + block.genes
     wanted_bk = np.arange(len(block))[:, None] * np.int64(n_genes) + genes_bk
     place_bk = np.searchsorted(keys, wanted_bk)
     return np.append(keys, -1)[place_bk] == wanted_bk, place_bk
@@ -476,8 +476,8 @@ def screen(
         results = []
         for number, (others, away) in enumerate(near):
             like = controls.standardized(name, others, tested.counts[number])
-            known = value[number] if tested.n_cells[number] >= _MIN_CELLS else np.nan
-            results.append(compare(known, _at_origin(like, away, logs=not two_sided), two_sided=two_sided))
+            statistic = value[number] if tested.n_cells[number] >= _MIN_CELLS else np.nan
+            results.append(compare(statistic, _at_origin(like, away, logs=not two_sided), two_sided=two_sided))
         results = results or [(np.nan, np.nan)] * len(combinations)
         table[f"{prefix}shift"], table[f"{prefix}shift_sd"] = value, spread
         table[f"{prefix or 'shift_'}z"], table[f"{prefix}p_value"] = np.array(results).reshape(-1, 2).T
@@ -499,14 +499,14 @@ def strata_of(cells: CellSource, embedding: np.ndarray, *, seed: int = 0) -> np.
 
 def _at_origin(values: np.ndarray, away: np.ndarray, *, logs: bool) -> np.ndarray:
     """Return control values corrected for their expression difference `away`, by least squares."""
-    known = np.isfinite(values) & ((values > 0) if logs else True)
-    if known.sum() < _MIN_FITTED * (1 + away.shape[1]):
+    is_usable = np.isfinite(values) & ((values > 0) if logs else True)
+    if is_usable.sum() < _MIN_FITTED * (1 + away.shape[1]):
         return values
-    made = np.log(values[known]) if logs else values[known]
-    design = np.column_stack([np.ones(len(made)), away[known]])
-    moved = made - away[known] @ np.linalg.lstsq(design, made, rcond=None)[0][1:]
+    response = np.log(values[is_usable]) if logs else values[is_usable]
+    design = np.column_stack([np.ones(len(response)), away[is_usable]])
+    moved = response - away[is_usable] @ np.linalg.lstsq(design, response, rcond=None)[0][1:]
     corrected = values.copy()
-    corrected[known] = np.exp(moved) if logs else moved
+    corrected[is_usable] = np.exp(moved) if logs else moved
     return corrected
 
 
@@ -553,10 +553,10 @@ def with_rates(table: pd.DataFrame) -> pd.DataFrame:
     table = table.copy()
     for name in ("p_value", "goal_p_value"):
         if name in table:
-            place = int(table.columns.get_loc(name)) + 1
-            known = table[name].dropna()
-            rates = pd.Series(false_discovery_control(known), known.index, dtype=np.float64)
-            table.insert(place, name.replace("p_value", "fdr"), rates.reindex(table.index))
+            column = int(table.columns.get_loc(name)) + 1
+            p_values = table[name].dropna()
+            rates = pd.Series(false_discovery_control(p_values), p_values.index, dtype=np.float64)
+            table.insert(column, name.replace("p_value", "fdr"), rates.reindex(table.index))
     return table
 
 
@@ -624,7 +624,7 @@ class _Measured:
     def joined(self, other: _Measured) -> _Measured:
         """Return the sums of both sets of combinations."""
         pairs = ((self.sums, other.sums), (self.squares, other.squares))
-        parts = ({name: np.concatenate([one[name], two[name]]) for name in one} for one, two in pairs)
+        parts = ({name: np.concatenate([ours[name], theirs[name]]) for name in ours} for ours, theirs in pairs)
         return _Measured(np.concatenate([self.counts, other.counts]), *parts)
 
     def moments(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -696,18 +696,18 @@ def _pairs(
     n_waiting = 0
     for number, genes in enumerate(combinations):
         expressed = np.zeros((len(cells), len(genes)), dtype=np.bool_)
-        for place, gene in enumerate(genes):
-            expressed[by_gene.indices[by_gene.indptr[gene] : by_gene.indptr[gene + 1]], place] = True
+        for column, gene in enumerate(genes):
+            expressed[by_gene.indices[by_gene.indptr[gene] : by_gene.indptr[gene + 1]], column] = True
         rows = np.flatnonzero(perturbation.applies(expressed))
         if most is not None and rng is not None and len(rows) > most:
             rows = np.sort(rng.choice(rows, most, replace=False))
         for start in range(0, len(rows), _COPIES):
-            some = rows[start : start + _COPIES]
-            if n_waiting + len(some) > _COPIES:
+            batch = rows[start : start + _COPIES]
+            if n_waiting + len(batch) > _COPIES:
                 yield _joined(waiting)
                 waiting, n_waiting = [], 0
-            waiting.append((np.full(len(some), number), some))
-            n_waiting += len(some)
+            waiting.append((np.full(len(batch), number), batch))
+            n_waiting += len(batch)
     if waiting:
         yield _joined(waiting)
 

@@ -262,15 +262,15 @@ def _begin(
             argument="prompt",
         )
     bins = values.nan_to_num(-1.0).round().long().masked_fill(is_first, 0)
-    known = mask & ~is_first & ~values.isnan()
-    wrong = known & ((bins < 1) | (bins >= model.n_bins) | (values != bins))
+    has_value = mask & ~is_first & ~values.isnan()
+    wrong = has_value & ((bins < 1) | (bins >= model.n_bins) | (values != bins))
     if bool(wrong.any()):
         raise OptionError(
             f"contains the value {float(values[wrong][0]):g}, which is not a bin from 1 to {model.n_bins - 1}; "
             "pass bins from the tokenizer, or NaN for bins to sample.",
             argument="prompt",
         )
-    if first_id is None and not bool(known[:, 0].all()):
+    if first_id is None and not bool(has_value[:, 0].all()):
         raise OptionError(
             "has no bin for the first token, which cannot be predicted; pass its bin in values.",
             argument="prompt",

@@ -38,10 +38,10 @@ def read_prompt(
     ids, values = torch.empty((n_cells, 0), dtype=torch.int64), torch.empty((n_cells, 0))
     mask = torch.empty((n_cells, 0), dtype=torch.bool)
     if prompt is not None:
-        ids, values, mask = _tensors_of(prompt, n_cells)
+        ids, values, mask = _read_tensors(prompt, n_cells)
     # Tokens come together, whatever the pattern of the padding.
-    place = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)
-    ids, values, mask = (part.gather(1, place) for part in (ids, values, mask))
+    order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)
+    ids, values, mask = (part.gather(1, order) for part in (ids, values, mask))
     if first_id is not None and not (ids.shape[1] and bool((ids[:, 0] == first_id).all())):
         ids, values = F.pad(ids, (1, 0), value=first_id), F.pad(values, (1, 0))
         mask = F.pad(mask, (1, 0), value=True)
@@ -63,7 +63,7 @@ def read_prompt(
     return Prompt(ids, values, mask, first)
 
 
-def _tensors_of(prompt: Mapping[str, torch.Tensor], n_cells: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _read_tensors(prompt: Mapping[str, torch.Tensor], n_cells: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the ids, values and mask of a prompt, shape (B, P)."""
     if not isinstance(prompt, Mapping) or "input_ids" not in prompt:
         raise OptionError(

@@ -118,8 +118,8 @@ def own_names(architecture: Any, options: dict[str, Any]) -> dict[str, Any]:
 def check_model_options(name: str, options: dict[str, Any]) -> None:
     """Raise an OptionError if an option is not one of the architecture `name`, or there are too many layers."""
     check_layers(options)
-    known = option_names(name)
-    if known is not None:
-        found = {old: [new for new in names if new in known] for old, names in _OF_SCVI.items()}
-        hints = {old: f"pass {new[0]}, as scforge calls it" for old, new in found.items() if new}
-        check_options("option", name, own_names(MODELS.get(name), options), known, hints)
+    accepted = option_names(name)
+    if accepted is not None:
+        replacements = {old: [new for new in names if new in accepted] for old, names in _OF_SCVI.items()}
+        hints = {old: f"pass {new[0]}, as scforge calls it" for old, new in replacements.items() if new}
+        check_options("option", name, own_names(MODELS.get(name), options), accepted, hints)

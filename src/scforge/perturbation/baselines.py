@@ -24,9 +24,9 @@ def perturbation_baselines(
 
     The format is the same as in :class:`~scforge.eval.PerturbationPrediction`.
     """
-    known = known_effects(train, {effect.context for effect in effects})
+    train_effects = known_effects(train, {effect.context for effect in effects})
     columns = {str(gene): column for column, gene in enumerate(train.genes)}
-    targets = {target for effect in (*effects, *known.effects) for target in effect.targets}
+    targets = {target for effect in (*effects, *train_effects.effects) for target in effect.targets}
     wanted = WantedEffects(effects, {target: columns[target] for target in targets if target in columns})
     tables, scaled = {}, {}
     for name, frame in features.items():
@@ -44,10 +44,10 @@ def perturbation_baselines(
         kept = spread > 1e-9 * max(spread.max(initial=0), 1e-300)
         leading = np.divide(leading, spread, out=np.zeros_like(leading), where=kept)
         scaled[name] = dict(zip(names, leading, strict=True))
-    predicted, scores = baseline_effects(known, replace(wanted, tables=tables)), gene_scores(known)
+    predicted, scores = baseline_effects(train_effects, replace(wanted, tables=tables)), gene_scores(train_effects)
     del predicted["linear_embedding"]
     for name, table in scaled.items():
-        predicted[f"linear_{name}"] = _linear(known, wanted, table, {}, scores)
+        predicted[f"linear_{name}"] = _linear(train_effects, wanted, table, {}, scores)
     return {name: pd.DataFrame(deltas, keys.index(effects), train.genes) for name, deltas in predicted.items()}
 
 

@@ -80,9 +80,9 @@ class Effects:
         """
         from scipy import stats
 
-        known = (self.freedom > 0) & (np.minimum(self.n_cells, self.n_controls) > 1)[:, None]
+        is_defined = (self.freedom > 0) & (np.minimum(self.n_cells, self.n_controls) > 1)[:, None]
         p_values = np.ones_like(self.scores)
-        p_values[known] = 2 * stats.t.sf(np.abs(self.scores[known]), self.freedom[known])
+        p_values[is_defined] = 2 * stats.t.sf(np.abs(self.scores[is_defined]), self.freedom[is_defined])
         return p_values
 
 
@@ -179,8 +179,8 @@ class Conditions:
 
     def rows(self, effect: Effect) -> np.ndarray:
         """Return the rows of the cells of an effect, or of the context's controls if it has no targets, int64."""
-        known = [*self.effects, *(Effect((), context) for context in self.contexts)]
-        return np.flatnonzero(self.groups == known.index(effect)) if effect in known else np.empty(0, dtype=np.int64)
+        pairs = [*self.effects, *(Effect((), context) for context in self.contexts)]
+        return np.flatnonzero(self.groups == pairs.index(effect)) if effect in pairs else np.empty(0, dtype=np.int64)
 
     def control_rows(self, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """Return a mapping from context to its controls among `rows`, without contexts that have none."""
@@ -193,9 +193,9 @@ def _grouped(
     targets: Sequence[tuple[str, ...]], contexts: Sequence[str], is_labeled: np.ndarray
 ) -> tuple[tuple[Effect, ...], tuple[str, ...], np.ndarray]:
     """Return the fields of :class:`Conditions` from targets and context of each labeled cell."""
-    known = {Effect(*pair) for pair in set(zip(targets, contexts, strict=True))}  # few, of many cells
-    effects = tuple(sorted(effect for effect in known if effect.targets))
-    names = tuple(sorted({effect.context for effect in known}))
+    pairs = {Effect(*pair) for pair in set(zip(targets, contexts, strict=True))}  # few, of many cells
+    effects = tuple(sorted(effect for effect in pairs if effect.targets))
+    names = tuple(sorted({effect.context for effect in pairs}))
     numbers = {effect: i for i, effect in enumerate([*effects, *(Effect((), name) for name in names)])}
     groups = np.full(len(is_labeled), -1, dtype=np.int64)
     groups[is_labeled] = [numbers[pair] for pair in zip(targets, contexts, strict=True)]  # type: ignore[index]

@@ -42,13 +42,13 @@ def linear_effects(deltas: np.ndarray, genes: np.ndarray, seen: np.ndarray, want
     center = deltas.mean(axis=0)
     fitted = np.isfinite(seen).all(axis=1)
     predicted = np.tile(center, (len(wanted), 1))
-    known = np.isfinite(wanted).all(axis=1)
-    if not fitted.any() or not known.any():
+    is_finite = np.isfinite(wanted).all(axis=1)
+    if not fitted.any() or not is_finite.any():
         return predicted
     y_gn, b_en = (deltas[fitted] - center).T, seen[fitted].T
     of_genes = np.linalg.solve(genes.T @ genes + _PENALTY * np.eye(genes.shape[1]), genes.T @ y_gn @ b_en.T)
     weights = np.linalg.solve(b_en @ b_en.T + _PENALTY * np.eye(len(b_en)), of_genes.T).T
-    predicted[known] += (genes @ weights @ wanted[known].T).T
+    predicted[is_finite] += (genes @ weights @ wanted[is_finite].T).T
     return predicted
 
 

@@ -105,7 +105,7 @@ class PerturbationKeys:
         labels = [label if n_levels == 2 else (label, ALL) for label in table.index]
         obs = pd.DataFrame({self.perturbation: [*(str(name) for name, _ in labels), self.control]})
         targets = parse_perturbations(obs, self)
-        effects = [Effect(some, str(context)) for some, (_, context) in zip(targets, labels, strict=False)]
+        effects = [Effect(names, str(context)) for names, (_, context) in zip(targets, labels, strict=False)]
         twice = self.titles([effect for effect, n in Counter(effects).items() if n > 1])
         if twice := [*twice, *table.columns[table.columns.duplicated()]]:
             raise DataError(
@@ -162,7 +162,7 @@ def parse_perturbations(obs: pd.DataFrame, keys: PerturbationKeys) -> list[tuple
         if cut or not all(split):
             where = "within brackets" if cut else "into empty parts"
             raise DataError(f"splits {label!r} {where}; use another one, or separator=None.", separator=keys.separator)
-    known = sorted({part for split in parts for part in split})
-    check_known("control", keys.control, known, f"obs[{keys.perturbation!r}]")
+    names = sorted({part for split in parts for part in split})
+    check_known("control", keys.control, names, f"obs[{keys.perturbation!r}]")
     targets = [keys.targets(label) for label in labels]
     return [targets[code] for code in texts.codes]

@@ -280,7 +280,7 @@ def score_deltas(
         {
             "pearson_delta": _cosine(_centered(predicted), _centered(measured)),
             "pearson_delta_top20": _cosine(
-                *(_centered(np.take_along_axis(some, top, axis=1)) for some in (predicted, measured))
+                *(_centered(np.take_along_axis(deltas, top, axis=1)) for deltas in (predicted, measured))
             ),
             "cosine": _cosine(predicted, measured),
             "mse": np.square(error).mean(axis=1),
@@ -295,9 +295,9 @@ def score_deltas(
     )
 
 
-def _cosine(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-    return np.divide((one * other).sum(axis=1), lengths, out=np.zeros(len(one)), where=lengths > 0)
+def _cosine(first: np.ndarray, other: np.ndarray) -> np.ndarray:
+    lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(other, axis=1)
+    return np.divide((first * other).sum(axis=1), lengths, out=np.zeros(len(first)), where=lengths > 0)
 
 
 def _centered(values: np.ndarray) -> np.ndarray:

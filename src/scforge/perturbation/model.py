@@ -161,9 +161,9 @@ def blocks_of(effects: Sequence[Effect], trained: np.ndarray, *, by_context: boo
     Block of each of the N trained effects, integers, shape (N,). If training contains only one unit of the held-out
     kind, e.g. one context, blocks are units of the other kind, e.g. perturbations.
     """
-    seen = [effect for effect, known in zip(effects, trained, strict=True) if known]
+    seen = [effect for effect, is_trained in zip(effects, trained, strict=True) if is_trained]
     names = {effect.targets for effect in seen}, {effect.context for effect in seen}
-    unseen = {effect.targets for effect, known in zip(effects, trained, strict=True) if not known}
+    unseen = {effect.targets for effect, is_trained in zip(effects, trained, strict=True) if not is_trained}
     axis = int(by_context or bool(unseen & names[0]))
     if len(names[axis]) < 2 <= len(names[1 - axis]):
         axis = 1 - axis

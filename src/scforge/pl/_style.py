@@ -49,8 +49,8 @@ def name_rows(
 
 def say_undefined(ax: Axes, row: int) -> None:
     """Mark a row with an undefined score."""
-    place = ("axes fraction", "data")
-    ax.annotate("not defined", (0.02, row), xycoords=place, va="center", color="0.5", fontsize="x-small")
+    coordinates = ("axes fraction", "data")
+    ax.annotate("not defined", (0.02, row), xycoords=coordinates, va="center", color="0.5", fontsize="x-small")
 
 
 def legend_name(name: str) -> str:

@@ -141,7 +141,7 @@ def attention_heatmap(
 
     check_known("key", key, adata.varp, "adata.varp", fix="call model.get_attention(adata) first")
     graph = sparse.csr_matrix(adata.varp[key])
-    rows = _genes_of(adata, genes, graph, n_genes)
+    rows = _choose_genes(adata, genes, graph, n_genes)
     values = graph[rows][:, rows].toarray().astype(float)
     if not (values > 0).any():
         raise DataError("the graph contains no attention between these genes; choose other genes, or omit genes.")
@@ -173,7 +173,7 @@ def attention_heatmap(
     return ax
 
 
-def _genes_of(adata: AnnData, genes: Sequence[str] | None, graph: sparse.csr_matrix, n_genes: int) -> np.ndarray:
+def _choose_genes(adata: AnnData, genes: Sequence[str] | None, graph: sparse.csr_matrix, n_genes: int) -> np.ndarray:
     """Return the column indices of the genes, int64."""
     if genes is None:
         total = np.asarray(graph.sum(axis=0)).ravel() + np.asarray(graph.sum(axis=1)).ravel()

@@ -66,13 +66,13 @@ def perturbation_scatter(
     """
     check_columns("effects", effects, (predicted, measured))
     check_count("n_labels", n_labels, "genes", least=0)
-    known = effects[[measured, predicted]].astype(float).replace([np.inf, -np.inf], np.nan).dropna()
-    if len(known) < 2:
+    complete = effects[[measured, predicted]].astype(float).replace([np.inf, -np.inf], np.nan).dropna()
+    if len(complete) < 2:
         raise DataError(
-            f"contains {len(known)} genes with both {predicted!r} and {measured!r}; pass at least two such genes.",
+            f"contains {len(complete)} genes with both {predicted!r} and {measured!r}; pass at least two such genes.",
             argument="effects",
         )
-    x, y = known[measured].to_numpy(), known[predicted].to_numpy()
+    x, y = complete[measured].to_numpy(), complete[predicted].to_numpy()
     ax = new_axes(ax, 5.2, 4.2)
     ax.axhline(0, color="0.88", linewidth=0.8, zorder=0)
     ax.axvline(0, color="0.88", linewidth=0.8, zorder=0)
@@ -82,8 +82,8 @@ def perturbation_scatter(
     rest = np.setdiff1d(np.arange(len(x)), top)
     ax.scatter(x[rest], y[rest], s=10, color="0.6", linewidths=0, label="genes", zorder=2)
     ax.scatter(x[top], y[top], s=22, color=COLORS[0], linewidths=0, label="largest effects", zorder=3)
-    _name(ax, x[top], y[top], [str(name) for name in known.index[top]])
-    note = f"\n(genes left out, without both: {len(effects) - len(known):,})" if len(known) < len(effects) else ""
+    _name(ax, x[top], y[top], [str(name) for name in complete.index[top]])
+    note = f"\n(genes left out, without both: {len(effects) - len(complete):,})" if len(complete) < len(effects) else ""
     ax.set(xlabel=f"measured change{note}", ylabel="predicted change")
     varies = np.ptp(x) > 0 and np.ptp(y) > 0
     figure = f"r = {np.corrcoef(x, y)[0, 1]:.2f}" if varies else "r is not defined: one value for all genes"
@@ -97,20 +97,20 @@ def _name(ax: Axes, x: np.ndarray, y: np.ndarray, names: list[str]) -> None:
     """Label points in columns on both sides, from bottom to top, with a line from each name to its point."""
     (low, high), (bottom, above) = ax.get_xlim(), ax.get_ylim()
     width, limits = high - low, [low, high]
-    for side, place, away, align in ((x >= 0, high, 1, "left"), (x < 0, low, -1, "right")):
+    for side, edge, away, align in ((x >= 0, high, 1, "left"), (x < 0, low, -1, "right")):
         order = np.flatnonzero(side)[np.argsort(y[side], kind="stable")]
         if len(order):
             # Space for the names next to the points.
-            limits[away > 0] = place + away * 0.26 * width
+            limits[away > 0] = edge + away * 0.26 * width
         # As near to their points as names that are evenly apart can be.
         gap = min(0.07, 1 / max(len(order), 1)) * (above - bottom)
         start = (
             np.clip(y[order].mean() - gap * (len(order) - 1) / 2, bottom, above - gap * len(order)) if len(order) else 0
         )
         for index, height in zip(order, start + gap * np.arange(len(order)), strict=True):
-            ends = [x[index], place + away * 0.02 * width], [y[index], height]
+            ends = [x[index], edge + away * 0.02 * width], [y[index], height]
             ax.plot(*ends, color="0.75", linewidth=0.6, zorder=1)
-            ax.text(place + away * 0.03 * width, height, names[index], ha=align, va="center", fontsize=8)
+            ax.text(edge + away * 0.03 * width, height, names[index], ha=align, va="center", fontsize=8)
     ax.set(xlim=limits, ylim=(bottom, above))
 
 
@@ -149,23 +149,23 @@ def perturbation_ranks(table: pd.DataFrame, *, metric: str = "rank", ax: Axes | 
     means = table.groupby("method", sort=False)[metric].mean()
     means = means.sort_values(ascending=metric not in _LOWER_IS_BETTER, na_position="first")
     order = [str(name) for name in means.index]
-    told = dict(zip(table["method"], table["kind"], strict=True)) if "kind" in table else _KINDS
-    kinds = {name: told.get(name, "baseline") for name in order}
+    given_kinds = dict(zip(table["method"], table["kind"], strict=True)) if "kind" in table else _KINDS
+    kinds = {name: given_kinds.get(name, "baseline") for name in order}
     ax = new_axes(ax, 5.4, 1.1 + 0.36 * len(order))
     if metric == "rank":
         ax.axvline(0.5, color="0.4", linestyle="--", linewidth=1, zorder=0)
         above = ("data", "axes fraction")
         ax.annotate("chance", (0.5, 1), (0, 3), above, "offset points", ha="center", color="0.4", fontsize="small")
     counts = []
-    for place, method in enumerate(order):
-        known = table.loc[table["method"] == method, metric].dropna().to_numpy(dtype=float)
-        counts.append(len(known))
+    for row, method in enumerate(order):
+        values = table.loc[table["method"] == method, metric].dropna().to_numpy(dtype=float)
+        counts.append(len(values))
         color = KINDS.get(kinds[method], KINDS["model"])
-        if not len(known):
-            say_undefined(ax, place)
+        if not len(values):
+            say_undefined(ax, row)
             continue
-        ax.scatter(known, np.full(len(known), place), marker="|", s=120, color=color, alpha=0.6, label=method)
-        ax.vlines(known.mean(), place - 0.34, place + 0.34, color=color, linewidth=2.5)
+        ax.scatter(values, np.full(len(values), row), marker="|", s=120, color=color, alpha=0.6, label=method)
+        ax.vlines(values.mean(), row - 0.34, row + 0.34, color=color, linewidth=2.5)
     name_rows(ax, order, kinds)
     same = len(set(counts)) == 1
     if not same:

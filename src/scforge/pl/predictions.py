@@ -100,20 +100,20 @@ def _counts(
             label=labels_of(columns["label"], key=truth, argument="truth", fractional=True),
             predicted=texts_of(columns["predicted"], key=predicted or f"scforge_{truth}", argument="predicted"),
         )
-        known = columns.dropna()
-        if not len(known):
+        complete = columns.dropna()
+        if not len(complete):
             raise DataError(f"no cell has both a true class ({truth!r}) and a predicted class to plot.")
-        found = known.assign(n_cells=1)
-        left_out = len(columns) - len(known)
+        counts = complete.assign(n_cells=1)
+        left_out = len(columns) - len(complete)
     elif not hasattr(data, "uns"):
-        found, left_out = data, 0
+        counts, left_out = data, 0
     else:
         written = data.uns.get(UNS_KEY, {})
         fix = "call annotator.evaluate(adata) first, or pass the columns of obs as truth=... and predicted=..."
         check_known("table", table, written, f"adata.uns[{UNS_KEY!r}]", fix=fix)
-        found, left_out = written[table], 0
-    check_columns("data", found, ("label", "predicted", "n_cells"))
-    wide = found.assign(label=found["label"].astype(str), predicted=found["predicted"].astype(str))
+        counts, left_out = written[table], 0
+    check_columns("data", counts, ("label", "predicted", "n_cells"))
+    wide = counts.assign(label=counts["label"].astype(str), predicted=counts["predicted"].astype(str))
     wide = wide.pivot_table(index="label", columns="predicted", values="n_cells", aggfunc="sum", fill_value=0)
     # What is right stands on the diagonal, classes of one side only behind.
     both = [name for name in wide.index if name in wide.columns]
@@ -179,30 +179,30 @@ def calibration(
     columns.columns = ["truth", "predicted", "confidence"]
     for name, key in (("truth", truth), ("predicted", predicted)):
         columns = columns.assign(**{name: labels_of(columns[name], key=key, argument=name, fractional=True)})
-    known = columns.dropna()
-    if not len(known):
+    complete = columns.dropna()
+    if not len(complete):
         raise DataError(f"no cell has a true class ({truth!r}), a predicted class and a confidence to plot.")
-    sure = known["confidence"].to_numpy(dtype=np.float64)
+    sure = complete["confidence"].to_numpy(dtype=np.float64)
     if sure.min() < 0 or sure.max() > 1 + 1e-6:
         raise DataError("contains values outside [0, 1]; pass a column with probabilities.", confidence=confidence)
-    right = known["truth"].astype(str) == known["predicted"].astype(str)
+    right = complete["truth"].astype(str) == complete["predicted"].astype(str)
     bins = np.searchsorted(np.linspace(0, 1, n_bins + 1)[1:-1], sure)
-    grouped = known.assign(right=right, sure=sure).groupby(bins)[["right", "sure"]]
+    grouped = complete.assign(right=right, sure=sure).groupby(bins)[["right", "sure"]]
     n_cells = grouped.size().to_numpy()
     accuracy, mean = grouped.mean().to_numpy(dtype=np.float64).T
-    error = float(np.abs(accuracy - mean) @ n_cells / len(known))
+    error = float(np.abs(accuracy - mean) @ n_cells / len(complete))
     ax = new_axes(ax, 4.2, 4.2)
     centers = (np.array(list(grouped.indices)) + 0.5) / n_bins
-    ax.bar(centers, n_cells / len(known), width=0.9 / n_bins, color="0.85", label="fraction of cells")
+    ax.bar(centers, n_cells / len(complete), width=0.9 / n_bins, color="0.85", label="fraction of cells")
     ax.plot([0, 1], [0, 1], color="0.4", linestyle="--", linewidth=1, label="as often right as sure")
     z = 1.96
     middle = (accuracy + z**2 / (2 * n_cells)) / (1 + z**2 / n_cells)
     half = z * np.sqrt(accuracy * (1 - accuracy) / n_cells + z**2 / (4 * n_cells**2)) / (1 + z**2 / n_cells)
     ax.vlines(mean, middle - half, middle + half, color=COLORS[0], alpha=0.5, linewidth=2)
     ax.plot(mean, accuracy, "o-", color=COLORS[0], markersize=5, linewidth=1, label="accuracy")
-    ax.set(xlabel=f"confidence{_left_out(len(columns) - len(known))}", ylabel="accuracy")
+    ax.set(xlabel=f"confidence{_left_out(len(columns) - len(complete))}", ylabel="accuracy")
     ax.set(xlim=(0, 1), ylim=(0, 1.02), aspect="equal")
-    ax.set_title(f"calibration error {error:.3f}, {len(known):,} cells", fontsize="medium")
+    ax.set_title(f"calibration error {error:.3f}, {len(complete):,} cells", fontsize="medium")
     ax.spines[["top", "right"]].set_visible(False)
     legend_beside(ax)
     literal(ax)

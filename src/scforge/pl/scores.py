@@ -72,14 +72,14 @@ def metrics(
     import matplotlib.pyplot as plt
     from matplotlib.lines import Line2D
 
-    frame = _of_benchmark(report, benchmark)
-    known = list(dict.fromkeys(frame["metric"]))
-    chosen = known if metrics is None else [metrics] if isinstance(metrics, str) else list(metrics)
+    frame = _select_benchmark(report, benchmark)
+    choices = list(dict.fromkeys(frame["metric"]))
+    chosen = choices if metrics is None else [metrics] if isinstance(metrics, str) else list(metrics)
     for name in chosen:
-        check_known("metrics", name, known, "the report", error=OptionError)
+        check_known("metrics", name, choices, "the report", error=OptionError)
     if lower_is_better is None:
-        told = frame["lower_is_better"].astype(bool) if "lower_is_better" in frame else [False] * len(frame)
-        lower_is_better = set(frame.loc[told, "metric"])
+        is_lower = frame["lower_is_better"].astype(bool) if "lower_is_better" in frame else [False] * len(frame)
+        lower_is_better = set(frame.loc[is_lower, "metric"])
     kinds = dict(zip(frame["method"], frame["kind"] if "kind" in frame else ["model"] * len(frame), strict=True))
     first = frame[frame["metric"] == chosen[0]].set_index("method")["value"].reindex(list(kinds))
     order = list(first.sort_values(ascending=chosen[0] not in lower_is_better, na_position="first").index)
@@ -92,28 +92,28 @@ def metrics(
         raise OptionError(
             f"contains {len(axes)} axes for {len(chosen)} metrics; pass one axes per metric.", argument="ax"
         )
-    for name, one in zip(chosen, axes, strict=True):
-        _panel(one, frame[frame["metric"] == name].set_index("method"), order, kinds)
-        one.set_xlabel(name.replace("_", " ") + ("\n(lower is better)" if name in lower_is_better else ""))
-    for one in axes[:1] if ax is None else axes:
-        name_rows(one, order, kinds)
+    for name, panel in zip(chosen, axes, strict=True):
+        _panel(panel, frame[frame["metric"] == name].set_index("method"), order, kinds)
+        panel.set_xlabel(name.replace("_", " ") + ("\n(lower is better)" if name in lower_is_better else ""))
+    for panel in axes[:1] if ax is None else axes:
+        name_rows(panel, order, kinds)
     shown = [kind for kind in KINDS if kind in kinds.values()]
     handles = [Line2D([], [], color=KINDS[kind], marker=_MARKERS[kind], linestyle="", label=kind) for kind in shown]
     if len(shown) > 1:
         legend_beside(axes[-1], handles=handles)
-    for one in axes:
-        literal(one)
+    for panel in axes:
+        literal(panel)
     return axes
 
 
-def _of_benchmark(report: Any, benchmark: str | None) -> pd.DataFrame:
+def _select_benchmark(report: Any, benchmark: str | None) -> pd.DataFrame:
     """Return the scores of a benchmark. If None, uses the only benchmark."""
     frame = check_columns("report", report, ("method", "metric", "value"))
     if "benchmark" not in frame:
         return frame
-    known = list(dict.fromkeys(frame["benchmark"]))
-    benchmark = known[0] if benchmark is None and len(known) == 1 else benchmark
-    check_known("benchmark", benchmark, known, "the report", fix="choose one of them", error=OptionError)
+    choices = list(dict.fromkeys(frame["benchmark"]))
+    benchmark = choices[0] if benchmark is None and len(choices) == 1 else benchmark
+    check_known("benchmark", benchmark, choices, "the report", fix="choose one of them", error=OptionError)
     return frame[frame["benchmark"] == benchmark]
 
 
@@ -123,19 +123,19 @@ def _panel(ax: Axes, lines: pd.DataFrame, order: list[str], kinds: dict[str, str
     ax.set_axisbelow(True)
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(axis="y", length=0)
-    for place, method in enumerate(order):
+    for row, method in enumerate(order):
         kind = kinds[method] if kinds[method] in KINDS else "model"
         line = lines.loc[method] if method in lines.index else {}
         value = line.get("value", np.nan)
         if np.isnan(value):
-            say_undefined(ax, place)
+            say_undefined(ax, row)
             continue
         ends = [line.get("low", np.nan), line.get("high", np.nan)]
         if np.isfinite(ends).all():
-            ax.plot(ends, [place, place], color=KINDS[kind], linewidth=2, alpha=0.5)
+            ax.plot(ends, [row, row], color=KINDS[kind], linewidth=2, alpha=0.5)
         if kind == "ceiling":
             ax.axvline(value, color=KINDS[kind], linestyle=":", linewidth=1)
-        ax.plot(value, place, _MARKERS[kind], color=KINDS[kind], markersize=6, label=method)
+        ax.plot(value, row, _MARKERS[kind], color=KINDS[kind], markersize=6, label=method)
 
 
 def scib_table(report: Any, *, benchmark: str | None = None, ax: Axes | None = None) -> Axes:
@@ -185,20 +185,20 @@ def scib_table(report: Any, *, benchmark: str | None = None, ax: Axes | None = N
     ax = new_axes(ax, 2.2 + 0.72 * n_columns, 1.5 + 0.42 * n_rows)
     maps = {**dict.fromkeys(bio, "Blues"), **dict.fromkeys(batch, "Greens"), **dict.fromkeys(totals, "Oranges")}
     for column, name in enumerate(table):
-        known = np.flatnonzero(table[name].notna())
-        sizes = table[name].to_numpy()[known].clip(0, 1)
+        rows = np.flatnonzero(table[name].notna())
+        sizes = table[name].to_numpy()[rows].clip(0, 1)
         shades = mpl.colormaps[maps[name]](0.1 + 0.75 * sizes)
-        dark = np.full(len(known), False)
+        dark = np.full(len(rows), False)
         if name in totals:
-            ax.barh(known, 0.9 * sizes, left=column - 0.45, height=0.72, color=shades)
+            ax.barh(rows, 0.9 * sizes, left=column - 0.45, height=0.72, color=shades)
         else:
-            ax.scatter(np.full(len(known), column), known, s=620, color=shades, linewidths=0)
+            ax.scatter(np.full(len(rows), column), rows, s=620, color=shades, linewidths=0)
             dark = shades[:, :3] @ _LIGHT < 0.55
         for row, value in enumerate(table[name]):
-            style: Any = {"color": "white" if row in known[dark] else "black", "fontsize": 8, "va": "center"}
+            style: Any = {"color": "white" if row in rows[dark] else "black", "fontsize": 8, "va": "center"}
             style["fontweight"] = "bold" if value == table[name].max() else "normal"
-            place, align = (column - 0.41, "left") if name in totals else (column, "center")
-            ax.text(place, row, "–" if np.isnan(value) else f"{value:.2f}", ha=align, **style)
+            x, align = (column - 0.41, "left") if name in totals else (column, "center")
+            ax.text(x, row, "–" if np.isnan(value) else f"{value:.2f}", ha=align, **style)
     names = [name.replace("_", " ") for name in table]
     ax.set_xticks(range(n_columns), names, rotation=40, ha="left", rotation_mode="anchor", fontsize=9)
     name_rows(ax, list(table.index), kinds, from_top=True)
@@ -222,7 +222,7 @@ def scores_by_method(report: Any, benchmark: str | None) -> tuple[pd.DataFrame, 
     """Return a table with one row per method and one column per metric, and the kind of each method."""
     frame = check_columns("report", report, ())
     if "metric" in frame or "value" in frame:
-        frame = _of_benchmark(frame, benchmark)
+        frame = _select_benchmark(frame, benchmark)
         kinds = dict(zip(frame["method"], frame["kind"], strict=True)) if "kind" in frame else {}
         wide = frame.pivot_table(index="method", columns="metric", values="value", sort=False, dropna=False)
         return wide[list(dict.fromkeys(frame["metric"]))], kinds

@@ -94,14 +94,14 @@ def annotation(
     learned = np.asarray(entry["reference_embedding"], dtype=np.float32)
     reference = umap_of(learned, _NEIGHBORS_OF_UMAP, seed)
     query = _projected(learned, reference, np.asarray(adata.obsm[obsm_key])[rows])
-    known = np.asarray(entry["reference_labels"]).astype(str)
+    reference_labels = np.asarray(entry["reference_labels"]).astype(str)
     labels = adata.obs[key].iloc[rows].astype(str).to_numpy()
-    names = [*np.unique(known), *sorted(set(labels) - set(known))]
+    names = [*np.unique(reference_labels), *sorted(set(labels) - set(reference_labels))]
     palette = vega_20_scanpy if len(names) <= len(vega_20_scanpy) else default_102
     colors = {name: palette[number % len(palette)] for number, name in enumerate(names)}
-    size = float(np.clip(40_000 / max(len(rows), len(known)), 2, 30))
+    size = float(np.clip(40_000 / max(len(rows), len(reference_labels)), 2, 30))
     panels = (
-        (axes[0], reference, known, f"reference, {entry['labels_key']}"),
+        (axes[0], reference, reference_labels, f"reference, {entry['labels_key']}"),
         (axes[1], query, labels, "query, predicted"),
     )
     for ax, places, of_cells, title in panels:

@@ -176,7 +176,7 @@ def integration(
     titles = dict(obsm_keys) if isinstance(obsm_keys, Mapping) else {key: key for key in obsm_keys}
     for key in titles:
         check_known("obsm_keys", key, adata.obsm, "adata.obsm")
-    scores = _totals_of(adata, list(titles), report, benchmark)
+    scores = _totals(adata, list(titles), report, benchmark)
     # UMAPs stay in a copy.
     work = AnnData(obs=pd.DataFrame(obs, index=adata.obs_names), obsm={key: adata.obsm[key] for key in titles})
     axes = embeddings(work, titles, color=[batch_key, labels_key], n_neighbors=n_neighbors, seed=seed, axes=axes)
@@ -186,16 +186,16 @@ def integration(
         n_values = _n_categories(work.obs[column])
         label = f"{column}: {n_values} values" if n_values > _MOST_ENTRIES else column
         axes[row * len(titles)].set_ylabel(label, parse_math=False)
-    for place, (key, title) in enumerate(titles.items()):
+    for panel, (key, title) in enumerate(titles.items()):
         of_key = scores.get(key, {})
         total = f", total {of_key['total']:.2f}" if "total" in of_key else ""
         batch = f"\nbatch correction {of_key['batch']:.2f}" if "batch" in of_key else ""
-        axes[place].set_title(f"{title}{total}{batch}", parse_math=False)
-        axes[len(titles) + place].set_title(f"bio conservation {of_key['bio']:.2f}" if "bio" in of_key else "")
+        axes[panel].set_title(f"{title}{total}{batch}", parse_math=False)
+        axes[len(titles) + panel].set_title(f"bio conservation {of_key['bio']:.2f}" if "bio" in of_key else "")
     return axes
 
 
-def _totals_of(adata: AnnData, obsm_keys: list[str], report: Any, benchmark: str | None) -> dict[str, dict[str, float]]:
+def _totals(adata: AnnData, obsm_keys: list[str], report: Any, benchmark: str | None) -> dict[str, dict[str, float]]:
     """Return the scIB totals of each embedding that has any, from a report or that in ``uns``."""
     given = adata.uns.get(UNS_KEY, {}).get("report") if report is None else report
     if given is None:
@@ -225,14 +225,14 @@ def _colored(adata: AnnData, color: str) -> pd.Series:
     values = adata.obs[color]
     if pd.api.types.is_numeric_dtype(values.dtype) and not pd.api.types.is_bool_dtype(values.dtype):
         numbers = values.to_numpy(dtype=np.float64, na_value=np.nan)
-        known = numbers[np.isfinite(numbers)]
-        if (known % 1 != 0).any() or len(np.unique(known)) > _MOST_NUMBERS:
+        finite = numbers[np.isfinite(numbers)]
+        if (finite % 1 != 0).any() or len(np.unique(finite)) > _MOST_NUMBERS:
             return pd.Series(numbers, index=adata.obs_names)
-    found = values.astype("category").cat.remove_unused_categories()
-    names = [str(name) for name in found.cat.categories]
+    categories = values.astype("category").cat.remove_unused_categories()
+    names = [str(name) for name in categories.cat.categories]
     short = [name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…" for name in names]
     short = short if len(set(short)) == len(short) else names
-    return found.cat.rename_categories([legend_name(name) for name in short])
+    return categories.cat.rename_categories([legend_name(name) for name in short])
 
 
 def _n_categories(values: pd.Series) -> int:
@@ -248,8 +248,8 @@ def umap_of(embedding: np.ndarray, n_neighbors: int, seed: int) -> np.ndarray:
         centered = embedding - embedding.mean(axis=0)
         components = np.zeros((n_cells, 2), dtype=np.float32)
         left, scale, _ = np.linalg.svd(centered, full_matrices=False)
-        found = (left * scale)[:, :2]
-        components[:, : found.shape[1]] = found
+        projected = (left * scale)[:, :2]
+        components[:, : projected.shape[1]] = projected
         return components
     work = sc.AnnData(obsm={"X": embedding})
     sc.pp.neighbors(work, use_rep="X", n_neighbors=min(n_neighbors, n_cells - 1), random_state=seed)

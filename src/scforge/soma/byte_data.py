@@ -44,7 +44,7 @@ class Chunks:
     def __init__(self, documents: Sequence[Document], seq_len: int) -> None:
         check_count("seq_len", seq_len, "tokens", least=2)
         self.seq_len = seq_len
-        sizes = np.array([len(one.data) for one in documents], dtype=np.int64)
+        sizes = np.array([len(document.data) for document in documents], dtype=np.int64)
         per_document = -(-sizes // seq_len)
         ends = np.cumsum(sizes)
         self.documents = np.repeat(np.arange(len(sizes)), per_document)
@@ -55,7 +55,7 @@ class Chunks:
         self._ends = np.repeat(ends, per_document)
         self.sizes = np.minimum(self._ends - self._starts, seq_len)
         """Bytes of each chunk."""
-        self._data = np.frombuffer(b"".join(one.data for one in documents), dtype=np.uint8)
+        self._data = np.frombuffer(b"".join(document.data for document in documents), dtype=np.uint8)
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -102,8 +102,8 @@ def hold_out(documents: Sequence[Document], share: float, *, seed: int) -> tuple
     if share == 0:
         return list(documents), []
     sizes: Counter[bytes] = Counter()
-    for one in documents:
-        sizes[one.data] += len(one.data)
+    for document in documents:
+        sizes[document.data] += len(document.data)
     contents, target = list(sizes), share * sizes.total()
     chosen: set[bytes] = set()
     n_bytes = 0
@@ -114,16 +114,17 @@ def hold_out(documents: Sequence[Document], share: float, *, seed: int) -> tuple
         if after - target < target - n_bytes:
             chosen.add(contents[number])
             n_bytes = after
-    held_out = [one for one in documents if one.data in chosen]
-    left = [one for one in documents if one.data not in chosen]
+    held_out = [document for document in documents if document.data in chosen]
+    left = [document for document in documents if document.data not in chosen]
     if n_bytes >= target / 2:
         return left, held_out
-    longest = max((one.data for one in left), key=lambda data: (sizes[data], data))
+    longest = max((document.data for document in left), key=lambda data: (sizes[data], data))
     cut = len(longest) - max(1, round(len(longest) * (target - n_bytes) / sizes[longest]))
     if cut < 1:
         raise OptionError("leaves no training bytes; pass more data, or validation_size=0.", validation_size=share)
-    ends = [Document(one.name, longest[cut:]) for one in left if one.data == longest]
-    return [Document(one.name, longest[:cut]) if one.data == longest else one for one in left], held_out + ends
+    ends = [Document(document.name, longest[cut:]) for document in left if document.data == longest]
+    left = [Document(document.name, longest[:cut]) if document.data == longest else document for document in left]
+    return left, held_out + ends
 
 
 class ByteBatches:

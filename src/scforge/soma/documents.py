@@ -94,7 +94,7 @@ def read_groups(
 ) -> list[list[Document]]:
     """Read the documents of each group of files; see :func:`read_documents`."""
     check_choice("kind", kind, KINDS)
-    kinds = [[(path, _kind_of(path, kind)) for path in _paths(files)] for files in groups]
+    kinds = [[(path, _detect_kind(path, kind)) for path in _paths(files)] for files in groups]
     there = {this for group in kinds for _, this in group}
     columns = {"gene_column": gene_column, "text_column": text_column}
     for option, value in {"field": field, **columns}.items():
@@ -104,7 +104,7 @@ def read_groups(
                 f"has no effect, because no file is of kind {needed!r}; omit {option}.", argument=option, value=value
             )
     names = _COLUMNS | {option: column for option, column in columns.items() if column is not None}
-    return [[one for path, this in group for one in _read(path, this, field, names)] for group in kinds]
+    return [[document for path, this in group for document in _read(path, this, field, names)] for group in kinds]
 
 
 def _paths(files: Files) -> list[Path]:
@@ -117,7 +117,7 @@ def _paths(files: Files) -> list[Path]:
     return paths
 
 
-def _kind_of(path: Path, kind: str) -> str:
+def _detect_kind(path: Path, kind: str) -> str:
     if kind != "auto":
         return kind
     return "fasta" if _suffix(path) in _FASTA else "table" if _suffix(path) in _DELIMITERS else "bytes"
@@ -166,10 +166,10 @@ def _rows(path: Path, delimiter: str, columns: dict[str, str]) -> list[Document]
     for option, column in columns.items():
         if header.count(column) != 1:
             twice = f"more than once in {str(path)!r}"
-            found = twice if column in header else f"not in {str(path)!r}{did_you_mean(column, header)}"
-            raise DataError(f"is {found} (columns: {listing(header)}).", argument=option, value=column)
+            problem = twice if column in header else f"not in {str(path)!r}{did_you_mean(column, header)}"
+            raise DataError(f"is {problem} (columns: {listing(header)}).", argument=option, value=column)
     table = (
-        table.iloc[1:].set_axis(header, axis=1)[list(columns.values())].fillna("").apply(lambda one: one.str.strip())
+        table.iloc[1:].set_axis(header, axis=1)[list(columns.values())].fillna("").apply(lambda col: col.str.strip())
     )
     if (empty := np.argwhere(table.to_numpy() == "")).size:
         row, column = empty[0]
@@ -259,9 +259,9 @@ def _name(header: str, field: str | None, where: str) -> str:
         raise DataError(f"{where} has no name; write the name after '>'.")
     if field is None:
         return header.split()[0]
-    found = re.search(rf"(?:^|\s){re.escape(field)}[=:](\S+)", header)
-    if found is not None and re.fullmatch("[A-Z]{2}", field):
-        found = re.search(rf"(?:^|\s){field}=(\S.*?)(?=\s+[A-Z]{{2}}=|$)", header) or found
-    if found is None:
+    match = re.search(rf"(?:^|\s){re.escape(field)}[=:](\S+)", header)
+    if match is not None and re.fullmatch("[A-Z]{2}", field):
+        match = re.search(rf"(?:^|\s){field}=(\S.*?)(?=\s+[A-Z]{{2}}=|$)", header) or match
+    if match is None:
         raise DataError(f"{where} ({header[:60]!r}) has no field {field!r}; choose a field that all headers have.")
-    return found[1]
+    return match[1]

@@ -166,7 +166,7 @@ def _embed(
     check_choice("duplicates", duplicates, ("error", "mean"))
     if output is not None:
         _check_output(Path(output), overwrite)
-    names = pd.Index([one.name for one in documents], name="gene")
+    names = pd.Index([document.name for document in documents], name="gene")
     if duplicates == "error" and names.has_duplicates:
         twice = names[names.duplicated()].unique()
         raise DataError(

@@ -83,24 +83,25 @@ class _Description(BaseModel):
 def _read(path: Path) -> tuple[Model, int]:
     where = str(path / CONFIG)
     content = read_json(path / CONFIG)
-    found = parsed(_Description, content, f"{where!r} is not a configuration of a byte-level language model")
-    if (found.format, found.architecture_version) != (_FORMAT, ARCHITECTURE_VERSION):
+    description = parsed(_Description, content, f"{where!r} is not a configuration of a byte-level language model")
+    if (description.format, description.architecture_version) != (_FORMAT, ARCHITECTURE_VERSION):
         raise ModelFileError(
-            f"{where!r} was written by another version of scforge; load the model with scforge {found.scforge_version}."
+            f"{where!r} was written by another version of scforge; load the model with "
+            f"scforge {description.scforge_version}."
         )
     del content["sha256"]
     for name, checksum in ((CONFIG, sha256_of_json(content, sort_keys=True)), (WEIGHTS, sha256_of(path / WEIGHTS))):
-        if found.sha256.get(name) != checksum:
+        if description.sha256.get(name) != checksum:
             raise ModelFileError(f"{str(path / name)!r} is corrupted: its checksum is wrong; copy the folder again.")
-    check_layers(dataclasses.asdict(found.model))
+    check_layers(dataclasses.asdict(description.model))
     with bounded(available_memory()):
-        return Model.load(path / WEIGHTS, found.model).eval(), found.seq_len
+        return Model.load(path / WEIGHTS, description.model).eval(), description.seq_len
 
 
 def _card(model: Model, seq_len: int, facts: Mapping[str, Any]) -> str:
     n_weights = sum(parameter.numel() for parameter in model.parameters())
     sizes = "\n".join(f"- {name}: {value}" for name, value in dataclasses.asdict(model.config).items())
-    told = "\n".join(f"- {name.replace('_', ' ')}: {_shown(value)}" for name, value in facts.items())
+    lines = "\n".join(f"- {name.replace('_', ' ')}: {_shown(value)}" for name, value in facts.items())
     return f"""# A byte-level language model
 
 A causal transformer over bytes ({n_weights:,} weights, sequences of {seq_len} tokens), made by scforge {__version__}.
@@ -126,7 +127,7 @@ model = Model.load("{WEIGHTS}", config)
 
 ## Training
 
-{told}
+{lines}
 """
 
 

@@ -136,15 +136,15 @@ class ByteProgress(EpochProgress):
         """Show the bits per byte of the epoch."""
         names = {"train_bits_per_byte": "trained on", "validation_bits_per_byte": "held out"}
         figures = trainer.callback_metrics
-        told = ", ".join(f"{float(figures[name]):.3f} {words}" for name, words in names.items() if name in figures)
+        text = ", ".join(f"{float(figures[name]):.3f} {words}" for name, words in names.items() if name in figures)
         most = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
         epoch = f"Epoch {trainer.current_epoch + 1}{most}"
         if self._bar is not None:
             self._bar.set_description(epoch)
-            self._bar.set_postfix_str(f"bits per byte: {told}")
+            self._bar.set_postfix_str(f"bits per byte: {text}")
         elif self._lines:
             self._told = time.perf_counter()
-            logger.info("%s: bits per byte %s%s.", epoch, told, self._left(trainer.global_step, pl_module.total_steps))
+            logger.info("%s: bits per byte %s%s.", epoch, text, self._left(trainer.global_step, pl_module.total_steps))
 
     def _left(self, step: int, total: int) -> str:
         left = self._clock.seconds_left(step, total)
@@ -320,20 +320,20 @@ def train(
         stack.enter_context(folder.locked())
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(check_seed(seed))
-        found = _found(folder, resume)
+        checkpoint = _found(folder, resume)
         begin: Callable[[], None]
-        if found is None:
+        if checkpoint is None:
             folder.check_free(resumes=resume == _AUTO, overwrite=overwrite)
             model, state, begin = Model(config, gradient_checkpointing=gradient_checkpointing), None, folder.clear
         else:
-            path, state = found
+            path, state = checkpoint
             check_settings(state["settings"], settings, where=str(path))
             model = Model.load(path / WEIGHTS, config, gradient_checkpointing=gradient_checkpointing)
             logger.info("Resuming from %s: epoch %d, step %d.", path, state["epoch"] + 1, state["step"])
             begin = _after(folder, path, state)
         parts = ((training, data.train_chunks), (held_out, data.held_out_chunks))
-        told = [f"{chunks.n_bytes:,} bytes of {len(documents):,} documents" for documents, chunks in parts]
-        logger.info("Training on %s; %s are held out.", *told)
+        sizes = [f"{chunks.n_bytes:,} bytes of {len(documents):,} documents" for documents, chunks in parts]
+        logger.info("Training on %s; %s are held out.", *sizes)
         facts = {"bytes": data.train_chunks.n_bytes, "held_out_bytes": data.held_out_chunks.n_bytes, **settings}
         plan = TrainingPlan(model, objective, optimizer=optimizer, lr=peak)
         result = _fit(
@@ -365,8 +365,8 @@ def train(
             signal.raise_signal(result.signal)
         bits = _bits(result)
         facts |= {"bits_per_byte": bits, "epochs": result.n_epochs, "best_epoch": result.best_epoch + 1}
-        with atomic_folder(folder.path / FINAL, overwrite=True) as place:
-            write_model(place, model, seq_len=seq_len, facts=facts)
+        with atomic_folder(folder.path / FINAL, overwrite=True) as target:
+            write_model(target, model, seq_len=seq_len, facts=facts)
     return TrainedModel(model, folder.path / FINAL, bits, result.history)
 
 
@@ -378,10 +378,10 @@ def _documents(
     if share is not None:
         raise OptionError("has no effect if validation is passed; pass only one of the two.", validation_size=share)
     documents, held_out = read_groups([files, validation], **reading)
-    if known := {one.data for one in documents} & {one.data for one in held_out}:
-        name = next(one.name for one in held_out if one.data in known)
+    if repeated := {document.data for document in documents} & {document.data for document in held_out}:
+        name = next(document.name for document in held_out if document.data in repeated)
         raise DataError(
-            f"contains {len(known)} documents that are also in files, e.g. {name!r}; remove these documents "
+            f"contains {len(repeated)} documents that are also in files, e.g. {name!r}; remove these documents "
             "from one of the two.",
             argument="validation",
         )
@@ -391,9 +391,9 @@ def _documents(
 def _sum(documents: Sequence[Document]) -> str:
     """Return a checksum of the bytes and the document boundaries."""
     total = hashlib.sha256()
-    for one in documents:
-        total.update(len(one.data).to_bytes(8, "big"))
-        total.update(one.data)
+    for document in documents:
+        total.update(len(document.data).to_bytes(8, "big"))
+        total.update(document.data)
     return total.hexdigest()[:16]
 
 
@@ -422,9 +422,9 @@ def _writer(
 ) -> Callable[[str, dict[str, Any], dict[str, torch.Tensor]], None]:
     def write(name: str, state: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
         try:
-            with atomic_folder(folder.path / name, overwrite=True) as place:
-                write_model(place, model, seq_len=seq_len, facts={**facts, "epochs": state["epoch"]})
-                write_state(place, state)
+            with atomic_folder(folder.path / name, overwrite=True) as target:
+                write_model(target, model, seq_len=seq_len, facts={**facts, "epochs": state["epoch"]})
+                write_state(target, state)
             folder.keep_last(_KEPT)
         except (OSError, SafetensorError) as error:
             raise SavingError(

@@ -93,19 +93,19 @@ def unflatten_dict(flat_dict: Mapping[str, Any], sep: str = ".") -> dict[str, An
     nested: dict[str, Any] = {}
     for path, value in flat_dict.items():
         *parents, last = path.split(sep)
-        place = nested
+        node = nested
         for depth, part in enumerate(parents, start=1):
-            place = place.setdefault(part, {})
-            if not isinstance(place, dict):
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
                 shorter = sep.join(parents[:depth])
                 raise DataError(
                     f"has a value at {shorter!r} and another value below it, at {path!r}; rename one of the two.",
                     argument="flat_dict",
                 )
-        if isinstance(place.get(last), dict) and not isinstance(value, dict):
+        if isinstance(node.get(last), dict) and not isinstance(value, dict):
             raise DataError(
                 f"has a value at {path!r} and other values below it; rename one of these keys.",
                 argument="flat_dict",
             )
-        place[last] = value
+        node[last] = value
     return nested

@@ -142,14 +142,14 @@ def _took_part(parameter: torch.Tensor) -> bool:
     return parameter.grad is not None and bool(parameter.grad.any())
 
 
-def _require_close(one: torch.Tensor, two: torch.Tensor, sentence: str, *, tolerance: float = _TOLERANCE) -> None:
+def _require_close(first: torch.Tensor, second: torch.Tensor, sentence: str, *, tolerance: float = _TOLERANCE) -> None:
     """Raise an error if two tensors differ by more than rounding."""
-    require(one.shape == two.shape, f"{sentence} (shapes: {tuple(one.shape)} and {tuple(two.shape)}).")
-    one, two = one.detach().double(), two.detach().double()
-    require(one.isfinite().all() and two.isfinite().all(), f"{sentence} (some values are NaN or infinite).")
-    if one.numel():
-        most = float((one - two).abs().max())
-        require(most <= tolerance * (1 + float(two.abs().max())), f"{sentence} (by up to {most:.2g}).")
+    require(first.shape == second.shape, f"{sentence} (shapes: {tuple(first.shape)} and {tuple(second.shape)}).")
+    first, second = first.detach().double(), second.detach().double()
+    require(first.isfinite().all() and second.isfinite().all(), f"{sentence} (some values are NaN or infinite).")
+    if first.numel():
+        most = float((first - second).abs().max())
+        require(most <= tolerance * (1 + float(second.abs().max())), f"{sentence} (by up to {most:.2g}).")
 
 
 def _require_finite(loss: torch.Tensor, when: str) -> None:
@@ -191,13 +191,13 @@ def check_model(model: str | type[nn.Module] | nn.Module, **options: Any) -> Non
     # The tests around it continue with the random numbers that they would have had.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        made, remake = _make(model, options)
-        apply_rules(type(made).__name__, {"it is a model": _rule_protocol}, made)
-        subject = subject_of(made, remake)
+        instance, remake = _make(model, options)
+        apply_rules(type(instance).__name__, {"it is a model": _rule_protocol}, instance)
+        subject = subject_of(instance, remake)
         for rule, check in _RULES.items():
             torch.default_generator.manual_seed(1)
             subject.model.eval().zero_grad(set_to_none=True)
-            apply_rules(type(made).__name__, {rule: check}, subject)
+            apply_rules(type(instance).__name__, {rule: check}, subject)
 
 
 def _make(
@@ -209,8 +209,8 @@ def _make(
         return cast(nn.Module, model), None
     parameters = inspect.signature(cls).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        known = [name for name in parameters if name != "vocab_size"]
-        check_options("option", cls.__name__, options, [*known, *getattr(cls, "config_names", {})])
+        accepted = [name for name in parameters if name != "vocab_size"]
+        check_options("option", cls.__name__, options, [*accepted, *getattr(cls, "config_names", {})])
     name = model if isinstance(model, str) else None
     config = ModelConfig(architecture=name, vocab_size=VOCAB_SIZE, **(options or _SIZES))
     apply_rules(cls.__name__, {"it can be created": _rule_from_config}, cls)
@@ -219,8 +219,8 @@ def _make(
 
 
 def _rule_from_config(model: type[nn.Module] | nn.Module) -> None:
-    made = callable(getattr(model, "from_config", None))
-    require(made, "it has no method 'from_config' that creates it from a ModelConfig.")
+    exists = callable(getattr(model, "from_config", None))
+    require(exists, "it has no method 'from_config' that creates it from a ModelConfig.")
 
 
 def _rule_protocol(model: nn.Module) -> None:
@@ -292,8 +292,8 @@ def _rule_determinism(subject: Subject) -> None:
         with torch.no_grad():
             output = model(**subject.masked)
         outputs.append([_encode(model, subject.tokens), output.embeddings, output.logits, output.loss])
-    for part, one, two in zip(("embeddings", "embeddings", "logits", "loss"), *outputs, strict=True):
-        require(torch.equal(one, two), f"the output {part!r} is random in evaluation mode.")
+    for part, first, second in zip(("embeddings", "embeddings", "logits", "loss"), *outputs, strict=True):
+        require(torch.equal(first, second), f"the output {part!r} is random in evaluation mode.")
 
 
 def _rule_cells(subject: Subject) -> None:
@@ -315,10 +315,10 @@ def _rule_labels(subject: Subject) -> None:
         # Then the labels name the gene whose value is predicted, and values may remain at masked positions.
         other |= {"labels": batch["labels"], "values": batch["values"].masked_fill(chosen, 5.0)}
     with torch.no_grad():
-        one, two = subject.model(**batch), subject.model(**other)
+        first, second = subject.model(**batch), subject.model(**other)
     for part in ("logits", "embeddings", "expression"):
-        if getattr(one, part) is not None:
-            _require_close(getattr(two, part), getattr(one, part), f"labels leak into the {part}", tolerance=1e-6)
+        if getattr(first, part) is not None:
+            _require_close(getattr(second, part), getattr(first, part), f"labels leak into the {part}", tolerance=1e-6)
 
 
 def _rule_gradients(subject: Subject) -> None:
@@ -348,10 +348,10 @@ def _rule_padding(subject: Subject) -> None:
         changed = tokens | {key: tokens[key].masked_fill(~mask, other)}
         _require_close(_encode(model, changed), expected, f"{key!r} at padding positions change the embeddings")
     with torch.no_grad():
-        one, two = model(**masked), model(**_widened(masked, 3))
-    _require_close(two.loss, one.loss, "more padding changes the loss")
-    logits = two.logits[:, : mask.shape[1]]
-    _require_close(logits[mask], one.logits[mask], "more padding changes the logits of tokens")
+        narrow, wide = model(**masked), model(**_widened(masked, 3))
+    _require_close(wide.loss, narrow.loss, "more padding changes the loss")
+    logits = wide.logits[:, : mask.shape[1]]
+    _require_close(logits[mask], narrow.logits[mask], "more padding changes the logits of tokens")
 
 
 def _rule_masks(subject: Subject) -> None:

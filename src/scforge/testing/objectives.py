@@ -88,11 +88,11 @@ def check_objective(
     >>> check_objective("joint_embedding")
     >>> check_objective("masked_gene_prediction", architecture="transformer_encoder", tokenizer="rank_value")
     """
-    subject = _subject_of(objective, options, architecture, tokenizer, model_options or {}, tokenizer_options or {})
+    subject = _make_subject(objective, options, architecture, tokenizer, model_options or {}, tokenizer_options or {})
     apply_rules(type(subject.objective).__name__, _RULES, subject)
 
 
-def _subject_of(
+def _make_subject(
     objective: str | type[Objective] | Objective,
     options: dict[str, Any],
     architecture: str,
@@ -103,35 +103,37 @@ def _subject_of(
     cls = class_of("objective", objective, options, Objective, OBJECTIVES)  # type: ignore[type-abstract]
     cells = _cells()
     if cls is None:
-        made = cast(Objective, objective)
+        instance = cast(Objective, objective)
     else:
         check_options("objective option", cls.__name__, options, cls.option_names())
-        made = cls(**options | cls(**options).options_from(lambda key: column_of(cells.obs, key)))
+        instance = cls(**options | cls(**options).options_from(lambda key: column_of(cells.obs, key)))
     tokenizer_class = TOKENIZERS.get(tokenizer)
     vocab = cast(GeneVocab, cells.vocab).with_special_tokens(*tokenizer_class.special_tokens(tokenizer_options))
     cells = replace(cells, vocab=vocab)
     made_tokenizer = tokenizer_class(vocab, **tokenizer_options)
-    made.check(made_tokenizer)
-    made.check_architecture(MODELS.get(architecture))
-    known = option_names(architecture)
-    sizes: dict[str, Any] = {name: value for name, value in _SIZES.items() if known is None or name in known}
-    if "n_bins" in (known or ()) and (n_bins := getattr(made_tokenizer, "n_bins", None)) is not None:
+    instance.check(made_tokenizer)
+    instance.check_architecture(MODELS.get(architecture))
+    accepted = option_names(architecture)
+    sizes: dict[str, Any] = {name: value for name, value in _SIZES.items() if accepted is None or name in accepted}
+    if "n_bins" in (accepted or ()) and (n_bins := getattr(made_tokenizer, "n_bins", None)) is not None:
         sizes["n_bins"] = n_bins
     if architecture == "gene_pooling":
         sizes["pooling"] = "weighted_sum"  # as in the light encoder
-    sizes |= made.model_options() | model_options
+    sizes |= instance.model_options() | model_options
     config = ModelConfig(architecture=architecture, vocab_size=len(vocab), **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         module = get_model(architecture, config)
 
-    def bound(some: Objective) -> Objective:
-        some.learn_from(module)
-        some.bind(cells, TRAIN_ROWS)
-        return some
+    def bound(created: Objective) -> Objective:
+        created.learn_from(module)
+        created.bind(cells, TRAIN_ROWS)
+        return created
 
-    bound(made).initialize(module, cells.take(TRAIN_ROWS), made_tokenizer)
-    return Subject(made, module, made_tokenizer, cells, again=lambda: bound(type(made)(**saved_config(made))))
+    bound(instance).initialize(module, cells.take(TRAIN_ROWS), made_tokenizer)
+    return Subject(
+        instance, module, made_tokenizer, cells, again=lambda: bound(type(instance)(**saved_config(instance)))
+    )
 
 
 def _cells() -> CellSource:
@@ -150,15 +152,15 @@ def _cells() -> CellSource:
     return CellSource(sparse.csr_matrix(counts), counts.sum(axis=1), vocab=vocab, obs=obs)
 
 
-def _require_same(one: Batch, two: Batch, sentence: str) -> None:
-    require(set(one) == set(two), f"{sentence} (keys: {sorted(one)} and {sorted(two)}).")
-    for name in one:
-        require(_equal(one[name], two[name]), f"{sentence} ({name!r} differs).")
+def _require_same(first: Batch, second: Batch, sentence: str) -> None:
+    require(set(first) == set(second), f"{sentence} (keys: {sorted(first)} and {sorted(second)}).")
+    for name in first:
+        require(_equal(first[name], second[name]), f"{sentence} ({name!r} differs).")
 
 
-def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
+def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors are equal; NaN, e.g. for a missing label, equals NaN."""
-    return torch.equal(one.isnan(), two.isnan()) and torch.equal(one.nan_to_num(), two.nan_to_num())
+    return torch.equal(first.isnan(), second.isnan()) and torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
 def _rule_config(subject: Subject) -> None:
@@ -248,10 +250,10 @@ def _rule_metrics(subject: Subject) -> None:
     with torch.no_grad():
         loss, metrics = subject.objective.loss(module, subject.prepare(ROWS))
         torch.manual_seed(0)
-        one, _ = subject.objective.loss(module, subject.prepare(ROWS))
+        first, _ = subject.objective.loss(module, subject.prepare(ROWS))
         torch.manual_seed(0)
         other, _ = subject.again().loss(module, subject.prepare(ROWS))
-    require(torch.equal(one, other), "the objective created from config() has a different loss.")
+    require(torch.equal(first, other), "the objective created from config() has a different loss.")
     means = {"loss": loss.double().numpy(), **{name: value.double().numpy() for name, value in metrics.items()}}
     logged = subject.objective.summarize(means)
     require("loss" in logged, "summarize() leaves out the loss.")

@@ -96,9 +96,9 @@ def sort_descending(scratch, n):
         starts[bucket] = before
     for i in range(size):
         below = high - bits[i]
-        place = np.uint32(starts[below >> shift])
-        packed[place] = (np.uint64(below) << np.uint64(32)) | np.uint64(i)
-        starts[below >> shift] = place + 1
+        slot = np.uint32(starts[below >> shift])
+        packed[slot] = (np.uint64(below) << np.uint64(32)) | np.uint64(i)
+        starts[below >> shift] = slot + 1
 
     finish_sort(packed, size)
 
@@ -312,13 +312,13 @@ def ranked(
     Row boundaries (int64, shape (B + 1,)), token ids (int32) and values.
     """
     indptr, longest = kept_indptr(block.indptr, most)
-    ids, told = np.empty(indptr[-1], dtype=np.int32), np.empty(indptr[-1], dtype=values.dtype)
-    _rank(block.indptr, block.genes, amounts, weights, values, n_special, longest, indptr, ids, told)
-    return indptr, ids, told
+    ids, ranked_values = np.empty(indptr[-1], dtype=np.int32), np.empty(indptr[-1], dtype=values.dtype)
+    _rank(block.indptr, block.genes, amounts, weights, values, n_special, longest, indptr, ids, ranked_values)
+    return indptr, ids, ranked_values
 
 
 @numba.njit(cache=True, nogil=True)
-def _rank(indptr, genes, amounts, weights, values, n_special, longest, out_indptr, ids, told):
+def _rank(indptr, genes, amounts, weights, values, n_special, longest, out_indptr, ids, ranked_values):
     scratch = make_scratch(longest)
     keys, order = scratch[0], scratch[3]
     for cell in range(len(indptr) - 1):
@@ -330,7 +330,7 @@ def _rank(indptr, genes, amounts, weights, values, n_special, longest, out_indpt
         for p in range(out_indptr[cell + 1] - out):
             entry = start + np.int64(order[p] & np.uint64(0xFFFFFFFF))
             ids[out + p] = genes[entry] + n_special
-            told[out + p] = values[entry]
+            ranked_values[out + p] = values[entry]
 
 
 def with_zeros(

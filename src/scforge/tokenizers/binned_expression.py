@@ -135,10 +135,10 @@ def _bin(indptr, counts, shares, side, draws, keys, bins):
             table[: np.uint64(highest) + np.uint64(2)] = 0
             for entry in range(start, stop):
                 table[np.uint64(counts[entry]) + np.uint64(1)] += 1
-            _edges_of_table(table, np.int64(highest), np.int64(n), shares, edges)
+            _edges_from_table(table, np.int64(highest), np.int64(n), shares, edges)
             _digitize_table(np.int64(highest), edges, below_of, reached_of)
         else:
-            _edges_of_sorted(ranked, shares, edges)
+            _edges_from_sorted(ranked, shares, edges)
         for entry in range(start, stop):
             if small:
                 below = below_of[np.uint64(counts[entry])]
@@ -162,7 +162,7 @@ def _between(low, high, share):
 
 
 @numba.njit(cache=True, nogil=True)
-def _edges_of_sorted(ranked, shares, edges):
+def _edges_from_sorted(ranked, shares, edges):
     last = len(ranked) - 1
     for i in range(len(shares)):
         position = last * shares[i]
@@ -171,8 +171,8 @@ def _edges_of_sorted(ranked, shares, edges):
 
 
 @numba.njit(cache=True, nogil=True)
-def _edges_of_table(table, highest, n, shares, edges):
-    """Compute edges as in :func:`_edges_of_sorted`, but from the frequency of each count ``c`` in ``table[c + 1]``."""
+def _edges_from_table(table, highest, n, shares, edges):
+    """Compute edges like :func:`_edges_from_sorted`, but from the frequency of each count ``c`` in ``table[c + 1]``."""
     last = n - 1
     count = 0
     upto = table[1]  # entries with at most `count`

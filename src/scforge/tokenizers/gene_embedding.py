@@ -77,12 +77,12 @@ def read_table(table: GeneTable) -> tuple[list[str], np.ndarray]:
 def _read(table: Any) -> tuple[list[str], np.ndarray]:
     """Return names and vectors. Raises a ValueError or an error of a reader if the table cannot be read."""
     if isinstance(table, pd.DataFrame):
-        return _of_frame(table)
+        return _parse_frame(table)
     if isinstance(table, Mapping):
         return [str(name) for name in table], _stack(table.values())
     path = Path(table)
     if path.suffix == ".parquet":
-        return _of_frame(pd.read_parquet(path))
+        return _parse_frame(pd.read_parquet(path))
     if path.suffix == ".npz":
         with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
             return np.asarray(content["genes"]).astype(str).tolist(), np.asarray(content["vectors"])
@@ -95,7 +95,7 @@ def _read(table: Any) -> tuple[list[str], np.ndarray]:
     return [str(name) for name in json.loads(metadata["genes"])], matrix.float().numpy()
 
 
-def _of_frame(frame: pd.DataFrame) -> tuple[list[str], np.ndarray]:
+def _parse_frame(frame: pd.DataFrame) -> tuple[list[str], np.ndarray]:
     """Return names (index or only text column) and vectors (numeric columns or one column of vectors)."""
     is_number = np.array([dtype.kind in "biuf" for dtype in frame.dtypes], dtype=bool)
     numbers, others = frame.loc[:, is_number], frame.loc[:, ~is_number]

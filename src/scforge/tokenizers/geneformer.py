@@ -46,9 +46,9 @@ def geneformer_vocab(
     else:
         table = _table(tokens_medians, "tokens_medians", ("gene_id", "token", "median"))
         tokens, medians = (
-            dict(zip(known["gene_id"].astype(str), known[name].tolist(), strict=True))
+            dict(zip(rows["gene_id"].astype(str), rows[name].tolist(), strict=True))
             for name in ("token", "median")
-            for known in [table[table[name].notna()]]
+            for rows in [table[table[name].notna()]]
         )
     for what, of_genes in (("token", tokens), ("median", medians)):
         if odd := [value for value in of_genes.values() if not isinstance(value, numbers.Real)]:
@@ -118,11 +118,11 @@ def geneformer_columns(
         order = np.lexsort((first, repeated))
         place_of = np.empty(len(order), dtype=np.int64)
         place_of[order] = np.arange(len(order))
-        place, genes = place_of[inverse], genes[first[order]]
+        positions, genes = place_of[inverse], genes[first[order]]
     else:
-        place = np.arange(len(used))
+        positions = np.arange(len(used))
     target = np.full(cells.shape[1], -1, dtype=np.int64)
-    target[used] = place
+    target[used] = positions
     entries = sparse.coo_matrix(cells)
     kept = target[entries.col] >= 0
     ordered = sparse.csr_matrix(

@@ -76,11 +76,11 @@ def rank_packed(
         # Deal the keys into buckets, from high to low.
         starts[:] = 0
         for i in range(size):
-            place = np.uint32(
+            index = np.uint32(
                 min(max(np.int32(bits[i] >> np.uint32(16)) - np.int32(FIRST), np.int32(0)), np.int32(TABLE_CELLS - 1))
             )
             within = np.float32(np.int32(bits[i] & np.uint32(0xFFFF)))
-            bucket = np.int32(lowest_bucket[place] - within * slope[place])
+            bucket = np.int32(lowest_bucket[index] - within * slope[index])
             places[i] = bucket
             starts[np.uint32(bucket) + np.uint32(1)] += 1
         before = np.int32(0)
@@ -171,8 +171,8 @@ def _learn(indptr, genes, counts, single, n_buckets):
     n_seen = 0
     for entry in range(0, indptr[-1], max(indptr[-1] // _SAMPLE, min(32, 1 + indptr[-1] // 1024))):
         key[0] = counts[entry] * single[genes[entry]]
-        place: Any = min(max(np.int64(bits[0] >> np.uint32(16)) - FIRST, 0), TABLE_CELLS - 1)
-        seen[place] += 1
+        index: Any = min(max(np.int64(bits[0] >> np.uint32(16)) - FIRST, 0), TABLE_CELLS - 1)
+        seen[index] += 1
         n_seen += 1
     used = np.flatnonzero(seen)
     first, last = (used[0], used[-1]) if n_seen else (0, 0)

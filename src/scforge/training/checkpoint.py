@@ -404,11 +404,11 @@ class SaveState(Checkpoint):
         epoch, at_most = trainer.current_epoch + 1, trainer.global_step == trainer.max_steps
         if self.saving.write is None or not (trainer.is_last_batch or at_most):
             return  # an interrupted epoch resumes from its middle
-        stops = [one for one in trainer.callbacks if isinstance(one, EarlyStopping)]
+        stops = [callback for callback in trainer.callbacks if isinstance(callback, EarlyStopping)]
         finished = None
         if epoch == trainer.max_epochs or at_most:
             finished = "limit"
-        elif any(one.stopped_epoch > 0 or one.wait_count >= one.patience for one in stops):
+        elif any(callback.stopped_epoch > 0 or callback.wait_count >= callback.patience for callback in stops):
             finished = "early"
         self._seen = trainer.global_step
         self._save(trainer, pl_module, epoch=epoch, finished=finished)
@@ -454,9 +454,9 @@ class SaveState(Checkpoint):
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Restore the trained weights after all callbacks have used the moving average."""
-        for one in trainer.callbacks:
-            if isinstance(one, MovingAverage):
-                one.put_back(pl_module)
+        for callback in trainer.callbacks:
+            if isinstance(callback, MovingAverage):
+                callback.put_back(pl_module)
 
     def _stateful(self, trainer: lightning.Trainer) -> dict[str, Callback]:
         keyed: dict[str, Callback] = {}

@@ -155,14 +155,14 @@ class BatchCorrection:
         """
         batches = texts_of(cells.column(key), key=key, argument="batch_key")
         codes, names = np.asarray(batches.codes, dtype=np.int64), list(batches.categories)
-        known = codes >= 0
+        has_batch = codes >= 0
         if len(names) * embeddings.shape[1] > _MOST_NUMBERS:
             warn(
                 f"batch_key={key!r} has {len(names):,} batches, too many for the correction of the embedding "
                 "(get_latent_representation(correction=...)), which the model will not have."
             )
             return None
-        module = LatentCorrection.fit(embeddings[known], codes[known], seed=seed)
+        module = LatentCorrection.fit(embeddings[has_batch], codes[has_batch], seed=seed)
         return None if module is None else cls(module, names)
 
     def codes(self, cells: Cells, key: str | None, rows: np.ndarray | None = None) -> np.ndarray:

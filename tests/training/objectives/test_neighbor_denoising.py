@@ -219,7 +219,7 @@ def test_cells_outside_the_pool_take_the_neighbors_of_the_nearest_in_it(adata, k
     of_all = whole.prepare(block, tokenizer, epoch=0, seed=0)["has_neighbor"]
     assert batch["has_neighbor"][::2].mean() > of_all[::2].mean() - 0.15
     assert not batch["has_neighbor"][1::2].any()  # held out
-    places = pool._places_of(block)
+    places = pool._pool_positions(block)
     rows = np.arange(0, len(cells), 2)
     assert (places[pool.rows] == np.arange(50)).all()
     types, batches = (adata.obs[name].to_numpy() for name in ("type", "batch"))

@@ -49,7 +49,7 @@ def recipe_path(name: str) -> Path:
     >>> recipe_path("light").name, load_config(recipe_path("light")).data.paths
     ('light.yaml', ['data.h5ad'])
     """
-    known = list_recipes()
-    if name not in known:
-        raise ConfigError(f"is not known{suggest(name, known)}", recipe=name)
+    names = list_recipes()
+    if name not in names:
+        raise ConfigError(f"is not known{suggest(name, names)}", recipe=name)
     return _FOLDER / f"{name}.yaml"

@@ -255,13 +255,13 @@ class Annotation(SupervisedTask):
         logits, target = outputs.float(), batch["target"]
         weights = None if self._weights is None else self._weights.to(logits.device)
         labeled = target >= 0
-        known = target.clamp_min(0)
+        classes = target.clamp_min(0)
         summed = F.cross_entropy(
             logits, target, weights, ignore_index=UNLABELED, reduction="sum", label_smoothing=self.label_smoothing
         )
-        total = (labeled if weights is None else labeled * weights[known]).sum()
+        total = (labeled if weights is None else labeled * weights[classes]).sum()
         n_classes = logits.shape[1]
-        pairs = known * n_classes + logits.detach().argmax(dim=1)
+        pairs = classes * n_classes + logits.detach().argmax(dim=1)
         # Unlike bincount and a choice of rows, this does not wait for a GPU.
         confusion = logits.new_zeros(n_classes**2).index_add_(0, pairs, labeled.to(logits.dtype))
         # Where no cell of a batch has a known label there is nothing to divide by.
@@ -282,8 +282,8 @@ class Annotation(SupervisedTask):
 
     def estimate(self, predictor: Predictor, rows: np.ndarray | None = None) -> np.ndarray:
         """Return calibrated probabilities of each class, float64, shape (N, C)."""
-        found = probabilities_of(predictor.outputs(rows), float(predictor.module.head.temperature))
-        return found if predictor.new is None else predictor.new.combine(found, rows)
+        probabilities = probabilities_of(predictor.outputs(rows), float(predictor.module.head.temperature))
+        return probabilities if predictor.new is None else predictor.new.combine(probabilities, rows)
 
     def predict(  # type: ignore[override]
         self,
@@ -350,7 +350,7 @@ class Annotation(SupervisedTask):
             labels[confidence < threshold] = UNASSIGNED
             categories += [UNASSIGNED] * (UNASSIGNED not in categories)
         index = cell_names(predictor.cells)
-        found = pd.DataFrame(
+        predictions = pd.DataFrame(
             {
                 "label": pd.Categorical(labels, categories=categories),
                 "confidence": confidence.astype(np.float32),
@@ -362,18 +362,18 @@ class Annotation(SupervisedTask):
             clusters = over_cluster(predictor.embedding()) if clusters is None else clusters
             voted = majority_vote(labels, clusters, min_share=min_share)
             more = [HETEROGENEOUS] * (min_share > 0 and HETEROGENEOUS not in categories)
-            found["voted"] = pd.Categorical(voted, categories=[*categories, *more])
+            predictions["voted"] = pd.Categorical(voted, categories=[*categories, *more])
         table = pd.DataFrame(probabilities.astype(np.float32), index=index, columns=self.known_classes)
         if adata is not None:
             key = key_added or f"scforge_{self.labels_key}"
-            for name in found:
-                adata.obs[key if name == "label" else f"{key}_{name}"] = found[name]
+            for name in predictions:
+                adata.obs[key if name == "label" else f"{key}_{name}"] = predictions[name]
             if key_added is None:
                 for name in ("confidence", "entropy"):  # of the latest annotator, which may be one of several
-                    adata.obs[f"scforge_{name}"] = found[name]
+                    adata.obs[f"scforge_{name}"] = predictions[name]
             if soft:
                 write_probabilities(adata, key, table)
-        return table if soft else found
+        return table if soft else predictions
 
     def baselines(self, inputs: BaselineInputs, targets: np.ndarray) -> dict[str, np.ndarray]:
         """Return the estimates of :func:`scforge.eval.baselines.classification_baselines`."""

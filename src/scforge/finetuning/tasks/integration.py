@@ -188,8 +188,8 @@ def _baselines(task: Integration, context: EvaluationContext) -> dict[str, np.nd
     batches = np.concatenate([np.asarray(task._batches(cells.column), dtype=object)[rows] for cells, rows in parts])
     names = pd.RangeIndex(len(batches)).astype(str)  # scored and training cells may have the same
     adata = AnnData(counts, obs=pd.DataFrame({task.batch_key: batches}, index=names))
-    found = embedding_baselines(adata, ("pca", "harmony", "scvi"), batch_key=task.batch_key, seed=context.seed)
-    return {name: embedding[: len(scored)] for name, embedding in found.items()}
+    embeddings = embedding_baselines(adata, ("pca", "harmony", "scvi"), batch_key=task.batch_key, seed=context.seed)
+    return {name: embedding[: len(scored)] for name, embedding in embeddings.items()}
 
 
 @register_task("integration")
@@ -291,12 +291,12 @@ class Integration(Task):
         """
         if self.batches is not None:
             return {}
-        found = self._batches(column).categories
-        if len(found) < 2:
+        batches = self._batches(column).categories
+        if len(batches) < 2:
             raise DataError(
                 "has only one batch among the training cells; integration needs at least two.", batch_key=self.batch_key
             )
-        return {"batches": [str(name) for name in found]}
+        return {"batches": [str(name) for name in batches]}
 
     @property
     def known_batches(self) -> list[str]:

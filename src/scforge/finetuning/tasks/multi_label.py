@@ -273,18 +273,18 @@ class MultiLabel(SupervisedTask):
         probabilities = self.estimate(predictor)
         index = cell_names(predictor.cells)
         table = pd.DataFrame(probabilities, index=index, columns=self.known_classes)
-        found = table >= threshold
+        predictions = table >= threshold
         if adata is not None:
             if self.labels_key is None:
                 key, prefix = key_added or "scforge_labels", key_added or "scforge"
                 for name in self.known_classes:
-                    adata.obs[f"{prefix}_{name}"] = found[name]
+                    adata.obs[f"{prefix}_{name}"] = predictions[name]
             else:
                 key = key_added or f"scforge_{self.labels_key}"
                 names = np.asarray(self.known_classes, dtype=object)
-                adata.obs[key] = pd.Categorical([self.separator.join(names[has]) for has in np.asarray(found)])
+                adata.obs[key] = pd.Categorical([self.separator.join(names[has]) for has in np.asarray(predictions)])
             write_probabilities(adata, key, table)
-        return table if soft else found
+        return table if soft else predictions
 
     def baselines(self, inputs: BaselineInputs, targets: np.ndarray) -> dict[str, np.ndarray]:
         """Return the estimates of :func:`scforge.eval.baselines.multi_label_baselines`."""

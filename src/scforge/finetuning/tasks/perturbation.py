@@ -184,7 +184,7 @@ class Perturbation(Task):
             )
         named = self.heldout_contexts
         if not by_context and self.heldout is not None:
-            named = [self._keys.label(targets) for targets in self._targets_of("heldout", self.heldout)]
+            named = [self._keys.label(targets) for targets in self._parse_targets("heldout", self.heldout)]
         vocab = self.vocab
         return hold_out(
             self.conditions(column),
@@ -197,7 +197,7 @@ class Perturbation(Task):
             seed=seed,
         )
 
-    def _targets_of(self, argument: str, names: Sequence[str]) -> list[tuple[str, ...]]:
+    def _parse_targets(self, argument: str, names: Sequence[str]) -> list[tuple[str, ...]]:
         """Return the targets of the given perturbations."""
         targets = [self._keys.targets(name) for name in names]
         if () in targets:
@@ -242,9 +242,9 @@ class Perturbation(Task):
         tokens, own = (torch.zeros(len(wanted), width, dtype=torch.int64) for _ in range(2))
         unknown: set[str] = set()
         for row, targets in enumerate(wanted):
-            for place, (target, gene) in enumerate(zip(targets, vocab.gene_indices(targets), strict=True)):
-                own[row, place] = numbers.get(target, 0)
-                tokens[row, place] = PAD_ID if gene < 0 else int(gene) + vocab.n_special
+            for position, (target, gene) in enumerate(zip(targets, vocab.gene_indices(targets), strict=True)):
+                own[row, position] = numbers.get(target, 0)
+                tokens[row, position] = PAD_ID if gene < 0 else int(gene) + vocab.n_special
                 if gene < 0 and target not in numbers:
                     unknown.add(target)
         if unknown:
@@ -280,8 +280,8 @@ class Perturbation(Task):
         for table in (self.gene_tables or {}).values():
             matched = torch.from_numpy(match_vectors(*read_table(table), vocab))
             # Genes without a vector are at the mean, which is zero after centering.
-            known = matched.isfinite().all(dim=1)
-            matched = torch.where(known[:, None], matched, matched[known].mean(dim=0))
+            has_vector = matched.isfinite().all(dim=1)
+            matched = torch.where(has_vector[:, None], matched, matched[has_vector].mean(dim=0))
             parts.append(gene_features(matched, vocab.n_special, MAX_FEATURES))
         return torch.cat(parts, dim=1)
 
@@ -419,8 +419,8 @@ class Perturbation(Task):
         for name in contexts or ():
             check_known("contexts", name, controls, "the contexts with control cells", error=OptionError)
         if perturbations is not None:
-            targets = self._targets_of("perturbations", check_names("perturbations", perturbations) or [])
-            return list(dict.fromkeys(Effect(some, context) for some in targets for context in contexts or controls))
+            targets = self._parse_targets("perturbations", check_names("perturbations", perturbations) or [])
+            return list(dict.fromkeys(Effect(group, context) for group in targets for context in contexts or controls))
         effects = [
             effect
             for effect in conditions.effects
@@ -596,10 +596,10 @@ class Perturbation(Task):
             predictions["no_change"] = np.zeros((len(effects), len(genes)))
         else:
             in_training = _measured_genes(context.train)
-            known = self._known(context, context.train, inputs)
-            predictions |= self._baselines(context, context.train, known, effects, inputs)
+            train_effects = self._known(context, context.train, inputs)
+            predictions |= self._baselines(context, context.train, train_effects, effects, inputs)
             genes = genes & in_training
-            trained = known.deltas[:, genes[in_training]], known.contexts
+            trained = train_effects.deltas[:, genes[in_training]], train_effects.contexts
         predictions = {name: deltas[:, genes] for name, deltas in predictions.items()}
         warn_of_few(len(effects))
         center, contexts = predictions.get("train_mean"), [effect.context for effect in effects]
@@ -633,7 +633,7 @@ class Perturbation(Task):
         self,
         context: EvaluationContext,
         train: Predictor,
-        known: KnownEffects,
+        train_effects: KnownEffects,
         effects: Sequence[Effect],
         inputs: Mapping[str, np.ndarray],
     ) -> dict[str, np.ndarray]:
@@ -641,7 +641,7 @@ class Perturbation(Task):
         trained = np.flatnonzero(_measured_genes(train))
         vocab = train.cells.vocab
         assert vocab is not None
-        targets = sorted({target for effect in (*known.effects, *effects) for target in effect.targets})
+        targets = sorted({target for effect in (*train_effects.effects, *effects) for target in effect.targets})
         # A baseline knows what the training tells of a gene, also where the scored data lack it.
         columns = {int(gene): column for column, gene in enumerate(trained)}
         indices = {target: int(index) for target, index in zip(targets, vocab.gene_indices(targets), strict=True)}
@@ -657,7 +657,7 @@ class Perturbation(Task):
             context_features=_context_features(context, inputs) if self.context_key is not None else {},
         )
         predicted = {}
-        for name, deltas in baseline_effects(known, wanted, fitted=context.baselines).items():
+        for name, deltas in baseline_effects(train_effects, wanted, fitted=context.baselines).items():
             predicted[name] = np.zeros((len(effects), vocab.n_genes))
             predicted[name][:, trained] = deltas
         return predicted
@@ -670,7 +670,7 @@ class Perturbation(Task):
         effects = conditions.effects_in(rows)
         measured, *_ = measured_effects(cells, conditions, effects, rows)
         means = control_means(cells, conditions.control_rows(rows))
-        if elsewhere := {name: some for name, some in inputs.items() if name not in means}:
+        if elsewhere := {name: control_rows for name, control_rows in inputs.items() if name not in means}:
             means |= control_means(context.predictor.cells, elsewhere)
         controls = {name: mean[genes] for name, mean in means.items()}
         return KnownEffects(effects, measured.deltas[:, genes], controls, measured.n_cells)

@@ -92,8 +92,8 @@ class Regression(SupervisedTask):
         values = values[~np.isnan(values)]
         if not len(values) or np.ptp(values) == 0:
             what = f"only one value ({values[0]:g})" if len(values) else "no values"
-            found = f"{self.argument} has {what} among the training cells"
-            raise DataError(f"{found}; regression needs at least two different values.")
+            problem = f"{self.argument} has {what} among the training cells"
+            raise DataError(f"{problem}; regression needs at least two different values.")
         return {} if self.center is not None else {"center": float(values.mean()), "scale": float(values.std())}
 
     def read(self, column: Column) -> np.ndarray:
@@ -113,10 +113,10 @@ class Regression(SupervisedTask):
             raise DataError(
                 f"{self.argument} does not contain numbers (first: {first!r}); use the task 'annotation' for classes."
             )
-        found = np.asarray(values.astype("Float64").to_numpy(dtype=np.float64, na_value=np.nan))
-        if np.isinf(found).any():
+        numbers = np.asarray(values.astype("Float64").to_numpy(dtype=np.float64, na_value=np.nan))
+        if np.isinf(numbers).any():
             raise DataError(f"{self.argument} contains infinite values; replace them with numpy.nan.")
-        return found
+        return numbers
 
     def has_target(self, targets: np.ndarray) -> np.ndarray:
         """Return which cells have a number."""
@@ -144,9 +144,9 @@ class Regression(SupervisedTask):
         predicted, target = outputs[:, 0].float(), batch["target"]
         labeled = ~torch.isnan(target)
         # Without a number the prediction is right. Leaving these cells out would wait for a GPU.
-        known = torch.where(labeled, target, predicted.detach())
-        summed = _LOSSES[self.loss_function](predicted, known, reduction="sum")
-        error, number = (predicted - known).detach(), target.nan_to_num(0.0)
+        filled = torch.where(labeled, target, predicted.detach())
+        summed = _LOSSES[self.loss_function](predicted, filled, reduction="sum")
+        error, number = (predicted - filled).detach(), target.nan_to_num(0.0)
         # Of the cells of the batch: share with a number, absolute and squared errors, numbers and their squares.
         moments = torch.stack([labeled.float(), error.abs(), error.square(), number, number.square()]).mean(dim=1)
         return summed / labeled.sum().clamp_min(1), {"moments": moments}

@@ -134,9 +134,9 @@ class GeneVectorEmbedding(nn.Module):
                 f"gene vectors of shape {tuple(vectors.shape)} with {int(without.sum())} rows of NaN do not match the "
                 f"model; pass vectors of shape {expected} with {self.n_learned} rows of NaN, including the row of PAD."
             )
-        known = vectors[~without].float()
-        center = known.mean(dim=0)
-        length = (known - center).square().sum(dim=1).mean().sqrt()
+        present = vectors[~without].float()
+        center = present.mean(dim=0)
+        length = (present - center).square().sum(dim=1).mean().sqrt()
         if not length > 0:
             raise OptionError(
                 "all gene vectors are identical and cannot distinguish genes; pass vectors that differ between genes."
@@ -144,7 +144,7 @@ class GeneVectorEmbedding(nn.Module):
         device = self.row.device
         self.center.copy_(center)
         self.scale.copy_(1 / length)
-        self.vectors.weight.copy_((known - center) / length)
+        self.vectors.weight.copy_((present - center) / length)
         order = torch.cat([without.nonzero(), (~without).nonzero()]).flatten()
         self.row[order.to(device)] = torch.arange(self.vocab_size, device=device)
 
@@ -189,17 +189,17 @@ def token_embedding(vocab_size: int, hidden_dim: int, gene_vectors: Mapping[str,
     """Return a token embedding, plain or with pretrained vectors: the arguments of :class:`GeneVectorEmbedding`."""
     if gene_vectors is None:
         return nn.Embedding(vocab_size, hidden_dim, padding_idx=PAD_ID)
-    return _of_vectors(GeneVectorEmbedding, vocab_size, hidden_dim, gene_vectors)
+    return _build(GeneVectorEmbedding, vocab_size, hidden_dim, gene_vectors)
 
 
 def token_bag(vocab_size: int, hidden_dim: int, gene_vectors: Mapping[str, Any] | None = None) -> nn.Module:
     """Return a module for weighted sums of token embeddings; for the parameters, see :func:`token_embedding`."""
     if gene_vectors is None:
         return nn.EmbeddingBag(vocab_size, hidden_dim, mode="sum", padding_idx=PAD_ID)
-    return _of_vectors(GeneVectorBag, vocab_size, hidden_dim, gene_vectors)
+    return _build(GeneVectorBag, vocab_size, hidden_dim, gene_vectors)
 
 
-def _of_vectors[E: GeneVectorEmbedding](
+def _build[E: GeneVectorEmbedding](
     cls: type[E], vocab_size: int, hidden_dim: int, gene_vectors: Mapping[str, Any]
 ) -> E:
     if not isinstance(gene_vectors, Mapping) or not {"dim", "learned"} <= set(gene_vectors):

@@ -109,9 +109,9 @@ def pack_cells(
         return None
     step, groups = max(1, most // max(1, seq)), []
     for start in range(0, batch, step):
-        some = lengths[start : start + step]
-        whole = tokens_bs is None or min(some) == seq
-        groups.append(Group(len(some), seq, None if whole or tokens_bs is None else tokens_bs[start : start + step]))
+        chunk = lengths[start : start + step]
+        whole = tokens_bs is None or min(chunk) == seq
+        groups.append(Group(len(chunk), seq, None if whole or tokens_bs is None else tokens_bs[start : start + step]))
     return Packing(shape, tuple(groups))
 
 
@@ -130,13 +130,13 @@ def _by_length(tokens_bs: torch.Tensor, lengths: list[int], most: int | None) ->
         stop = start + 1
         while stop < min(limit, len(order)) and lengths[order[stop]] >= _SHORTEST * longest:
             stop += 1
-        some = order[start:stop]
-        places.append(place_bs[torch.tensor(some, device=device), :longest].flatten())
+        cells = order[start:stop]
+        places.append(place_bs[torch.tensor(cells, device=device), :longest].flatten())
         tokens = None
-        if lengths[some[-1]] < longest:
-            ends = torch.tensor([lengths[cell] for cell in some], device=device)
+        if lengths[cells[-1]] < longest:
+            ends = torch.tensor([lengths[cell] for cell in cells], device=device)
             tokens = torch.arange(longest, device=device) < ends.unsqueeze(1)
-        groups.append(Group(len(some), longest, tokens))
+        groups.append(Group(len(cells), longest, tokens))
         start = stop
     return Packing((batch, seq), tuple(groups), torch.cat(places))
 

@@ -81,19 +81,19 @@ class Serde[M](abc.ABC):
 
     def _read(self, where: str, load: Callable[[], dict[str, Any]]) -> M:
         try:
-            found = load()
+            tensors = load()
         except (SafetensorError, OSError, TypeError, ValueError) as error:
             raise ModelFileError(f"{where} cannot be read as safetensors: {first_line(error)}.") from error
         wanted = self._tensors()
-        if missing := wanted.keys() - found.keys():
+        if missing := wanted.keys() - tensors.keys():
             raise ModelFileError(
                 f"{where} lacks the weights {listing(sorted(missing), most=3)}; check the sizes of the model."
             )
-        if unknown := found.keys() - wanted.keys():
+        if unknown := tensors.keys() - wanted.keys():
             raise ModelFileError(
                 f"{where} contains the unknown weights {listing(sorted(unknown))}; check the sizes of the model."
             )
-        for name, values in sorted(found.items()):
+        for name, values in sorted(tensors.items()):
             shape, own = tuple(values.shape), tuple(wanted[name].shape)
             if shape != own:
                 raise ModelFileError(
@@ -106,7 +106,7 @@ class Serde[M](abc.ABC):
                     f"{where} contains {name!r} ({values.dtype}) with values that are not real and finite; copy the "
                     "weights again."
                 )
-        self._set(found)
+        self._set(tensors)
         return self.module
 
 

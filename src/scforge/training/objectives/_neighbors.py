@@ -94,7 +94,7 @@ class NeighborPool:
 
     def neighbors(self, block: CellBlock, *, epoch: int, seed: int) -> tuple[CellBlock, np.ndarray]:
         """Return a neighbor of each cell (or an arbitrary cell), and whether it is a true neighbor, float32 (B,)."""
-        places = self._places_of(block)
+        places = self._pool_positions(block)
         starts, stops = self.pairs.indptr[places], self.pairs.indptr[places + 1]
         has = (places >= 0) & (stops > starts)
         # 64 bits are rounded to 53, so the largest would become 1.
@@ -109,7 +109,7 @@ class NeighborPool:
             has &= (own < 0) | (of_neighbor < 0) | (own == of_neighbor)
         return self.cells.block(chosen, draw=block.draw), has.astype(np.float32)
 
-    def _places_of(self, block: CellBlock) -> np.ndarray:
+    def _pool_positions(self, block: CellBlock) -> np.ndarray:
         """Return the pool position of each cell or of the nearest cell in its batch, int32 (B,); -1 without one."""
         outside = np.flatnonzero(self.places[block.rows] == _UNKNOWN)
         if len(outside):

@@ -346,9 +346,9 @@ class NeighborDenoising(TellsLabels, SeesViews):
 
 def contrastive_loss(mu: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the supervised contrastive loss of means (V, L) with labels (V,), negative if unknown; 0 without pairs."""
-    known = labels >= 0
-    others = known & ~torch.eye(len(mu), dtype=torch.bool, device=mu.device)
-    same = others & known.unsqueeze(1) & (labels == labels.unsqueeze(1))
+    is_labeled = labels >= 0
+    others = is_labeled & ~torch.eye(len(mu), dtype=torch.bool, device=mu.device)
+    same = others & is_labeled.unsqueeze(1) & (labels == labels.unsqueeze(1))
     directions = nn.functional.normalize(mu, dim=1)
     similarity = (directions @ directions.T / _CONTRAST).masked_fill(~others, torch.finfo(mu.dtype).min)
     log_share = similarity - similarity.logsumexp(dim=1, keepdim=True)

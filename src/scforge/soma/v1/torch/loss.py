@@ -64,7 +64,7 @@ def compute_loss(
     if model.pad_mask:
         chosen_bs = token_ids != V1_PAD_TOKEN_ID
         regularizer = sig_reg(states_bsh[chosen_bs])
-        embedding = _mean_of_tokens(states_bsh, chosen_bs)
+        embedding = _average_tokens(states_bsh, chosen_bs)
     else:
         regularizer = sig_reg(states_bsh)
         embedding = states_bsh.mean(dim=1).mean(dim=0)
@@ -74,7 +74,7 @@ def compute_loss(
     return cross_entropy + regularizer, embedding
 
 
-def _mean_of_tokens(states_bsh: torch.Tensor, chosen_bs: torch.Tensor) -> torch.Tensor:
+def _average_tokens(states_bsh: torch.Tensor, chosen_bs: torch.Tensor) -> torch.Tensor:
     """Return states averaged over the chosen tokens of each chunk, then over chunks that have such tokens."""
     n_b = chosen_bs.sum(dim=1)
     sums_bh = (states_bsh * chosen_bs.unsqueeze(-1)).sum(dim=1)
