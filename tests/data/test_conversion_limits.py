@@ -61,7 +61,7 @@ def test_the_least_memory_is_told_and_enough():
     streams = [SimpleNamespace(n_entries=10**9)]
     table = pd.DataFrame({"n": np.zeros(10**6)})
     vocab = GeneVocab.from_genes([f"g{i}" for i in range(20_000)])
-    with pytest.raises(OptionError, match=r"memory=1.00GB is not enough; pass at least (\d\.\d)GB") as told:
+    with pytest.raises(OptionError, match=r"memory of 1.00GB is not enough; pass at least (\d\.\d)GB") as told:
         dataset_size(10**9, streams, vocab, table)
     least = float(str(told.value).split("at least ")[1].removesuffix("GB."))
     small, large = (dataset_size(int(memory * 1e9), streams, vocab, table) for memory in (least, 4))

@@ -73,7 +73,7 @@ def test_what_cannot_be_read(tiny_adata, tmp_path):
     with pytest.raises(DataError, match=r"a\.h5ad'"):
         read_h5ad(path)
     tiny_adata[:0].copy().write_h5ad(path)
-    with raises(DataError, "'/tmp/pytest-of-root/pytest-49/popen-gw1/test_what_cannot_be_read0/a.h5ad'"):
+    with pytest.raises(DataError, match=r"a\.h5ad' is empty"):
         read_h5ad(path)
     tiny_adata.write_h5ad(path)
     tiny_adata.var_names = tiny_adata.var["ensembl"]

@@ -21,6 +21,10 @@ def raises(error: type[ScforgeError], argument: str) -> Iterator[None]:
     argument
         Name of the argument that caused it, see :class:`~scforge.ScforgeError`.
 
+    Yields
+    ------
+    Nothing; use it in a ``with`` statement.
+
     Raises
     ------
     AssertionError
