@@ -188,7 +188,7 @@ def test_a_tokenizer_in_place_of_its_options(build) -> None:
 
 
 TRAINING = [
-    ({"max_epochs": 0}, "max_epochs=0 is not a positive number of epochs."),
+    ({"max_epochs": 0}, "max_epochs=0 must be at least 1."),
     (
         {"validation_size": 0.999},
         "validation_size=0.999 leaves none of the 60 cells for training; reduce validation_size.",

@@ -305,7 +305,7 @@ def test_a_folder_with_another_training_is_not_touched(cells, broken):
         ({"checkpoint_every_n_steps": 0}, "checkpoint_every_n_steps=0"),
         ({"checkpoint_every_n_steps": 5, "checkpoint_dir": None}, "has no effect without checkpoint_dir"),
         ({"strategy": "dpp"}, "strategy='dpp' is not known; did you mean 'ddp'"),
-        ({"ema_decay": 1}, "ema_decay=1 is invalid"),
+        ({"ema_decay": 1}, "ema_decay=1 must be below 1"),
         ({"gradient_checkpointing": True}, "gradient_checkpointing=True is not supported by GenePoolingModel"),
         ({"val_check_interval": 2}, "val_check_interval=2 does not work with checkpoint_dir"),
         (

@@ -55,7 +55,7 @@ MISTAKES = [
         OptionError,
         "tokenizer option 'max_length' is unknown to 'rank_value'; did you mean 'max_len'",
     ),
-    ("tokenizer.max_len=many", ConfigError, "override 'tokenizer.max_len=many': data.max_genes='many' cannot be"),
+    ("tokenizer.max_len=many", ConfigError, "override 'tokenizer.max_len=many': data.max_genes='many' is not"),
     ("objective={name: joint_embedding, views: 0}", OptionError, "views=0 is too small"),
     ("tokenizer.append_cls=3", OptionError, "append_cls=3 must be True or False"),
     (

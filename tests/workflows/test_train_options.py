@@ -274,4 +274,4 @@ def test_defaults_of_the_schema_are_those_of_the_training(build: Callable[[list[
     for section in ("training", "output"):
         fields = type(getattr(config, section)).model_fields
         for name in set(TrainOptions.names()) & fields.keys() - {"validation_size", "optimizer"}:
-            assert fields[name].default in (None, getattr(TrainOptions, name)), f"{section}.{name}"
+            assert fields[name].default in (None, TrainOptions.model_fields[name].default), f"{section}.{name}"

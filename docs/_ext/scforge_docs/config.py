@@ -16,7 +16,7 @@ from scforge.finetuning.adapters import lora_options
 from scforge.finetuning.base import TASKS
 from scforge.training.objectives.base import OBJECTIVES
 from scforge.training.optimizers import SCHEDULES, make_schedule
-from scforge_docs.docstrings import code, inline, parameters, summary, table
+from scforge_docs.docstrings import code, inline, parameters, parameters_of, summary, table
 from scforge_docs.options import PARTS, default_words, describe, option_rows, registered
 
 __all__ = ["aliases_of", "keys", "render", "sections"]
@@ -116,7 +116,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _rows(path: str, owner: type[BaseModel], schema: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    described = parameters(owner.__doc__)
+    described = parameters_of(owner)
     for name, field in owner.model_fields.items():
         if section_of(field) is not None:
             continue

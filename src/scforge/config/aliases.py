@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from scforge.errors import SECRET, ConfigError, listing, redacted
+from scforge.errors import SECRET, ConfigError, OptionError, listing, redacted
 
 if TYPE_CHECKING:
     import yaml
@@ -52,8 +52,21 @@ _STORAGE_OPTIONS = "storage_options"
 
 _PLAIN_KEY = re.compile(r"[\w-]+")
 
-_WORDS = {"model_type": "must be a section with options", "string_type": "is not text; put the value in quotes"}
-"""A mapping from pydantic error types to messages without Python terms."""
+_WORDS = {
+    **dict.fromkeys(("bool_parsing", "bool_type"), "must be true or false"),
+    **dict.fromkeys(("float_parsing", "float_type"), "is not a number"),
+    **dict.fromkeys(("int_from_float", "int_parsing", "int_type"), "is not a whole number"),
+    "finite_number": "must be a finite number",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "list_type": "is not a list",
+    "model_type": "must be a section with options",
+    "string_type": "is not text; put the value in quotes",
+    "too_short": "is empty",
+}
+"""A mapping from pydantic error types to messages without Python terms, with pydantic's limits."""
 
 
 class AliasError(ConfigError):
@@ -271,11 +284,18 @@ def config_error(error: ValidationError, schema: type[BaseModel], places: Places
     """
     details = error.errors(include_url=False)
     location = "" if places is None else places.of(details[0]["loc"])
-    sentence = location + _sentence(details[0], schema)
-    if len(details) == 1:
-        return ConfigError(f"{sentence}.")
+    subject, problem = _problem(details[0], schema)
     others = f"{len(details) - 1} more option{'s' if len(details) > 2 else ''}"
-    return ConfigError(f"{sentence} (and {others} cannot be used).")
+    end = "" if len(details) == 1 else f" (and {others} cannot be used)"
+    converted = ConfigError(f"{location}{subject} {problem}{end}.")
+    converted.argument = dotted_name(details[0]["loc"])
+    return converted
+
+
+def option_error(error: ValidationError, schema: type[BaseModel]) -> OptionError:
+    """Convert pydantic's first error in arguments to a sentence."""
+    detail = error.errors(include_url=False)[0]
+    return OptionError(f"{_problem(detail, schema)[1]}.", argument=dotted_name(detail["loc"]), value=detail["input"])
 
 
 def without_secrets(content: Any, *, options: bool = False) -> Any:
@@ -318,7 +338,8 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
     return next((cls for cls in choices if isinstance(cls, type) and issubclass(cls, BaseModel)), None)
 
 
-def _sentence(detail: ErrorDetails, schema: type[BaseModel]) -> str:
+def _problem(detail: ErrorDetails, schema: type[BaseModel]) -> tuple[str, str]:
+    """Return the option with its value, and what is wrong with it."""
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     name = dotted_name(detail["loc"])
     value = without_secrets(value, options="storage_option" in name)
@@ -333,22 +354,23 @@ def _sentence(detail: ErrorDetails, schema: type[BaseModel]) -> str:
         suggestion = next(iter(elsewhere), None) or (near and f"{section}.{near}".lstrip("."))
         listed = listing(siblings, most=8 if suggestion else 24)
         owner = section or "a configuration"
-        return f"{name}={shown(value)} is not a known option{_hint(suggestion)} ({owner} has: {listed})"
+        return option, f"is not a known option{_hint(suggestion)} ({owner} has: {listed})"
     if kind == "missing":
         if name.startswith("finetune."):
             example = "finetune: {base_model: checkpoints/final, task: annotation}"
-            return f"{name} is missing; set base_model and task, e.g. {example}"
-        return f"{name} is missing; every configuration needs data, e.g. data: {{paths: [cells.h5ad]}}"
+            return name, f"is missing; set base_model and task, e.g. {example}"
+        return name, "is missing; every configuration needs data, e.g. data: {paths: [cells.h5ad]}"
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"])
-        return f"{option} is not known{_hint(_nearest(str(value), choices))} (known: {listing(choices)})"
+        return option, f"is not known{_hint(_nearest(str(value), choices))} (known: {listing(choices)})"
     if kind == "invalid_key":
         section = dotted_name(detail["loc"][:-1]) or "a configuration"
-        return f"{section} has the key {shown(value)}, which is not the name of an option"
+        return section, f"has the key {shown(value)}, which is not the name of an option"
     if kind == "value_error":
-        return f"{option} {context['error']}"
-    words = _WORDS.get(kind) or "cannot be used: " + " ".join(detail["msg"].split()).rstrip(".")
-    return f"{option} {words}"
+        return option, str(context["error"])
+    if kind in _WORDS:
+        return option, _WORDS[kind].format(**context)
+    return option, "cannot be used: " + " ".join(detail["msg"].split()).rstrip(".")
 
 
 def _nearest(word: str, names: list[str]) -> str | None:

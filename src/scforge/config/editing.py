@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from scforge._io import atomic_write_text, check_output
 from scforge.config.aliases import ALIASES, section_of
 from scforge.config.recipes import recipe_path
-from scforge.config.schema import Config
+from scforge.config.schema import Config, Section
 from scforge.errors import ConfigError
 
 
@@ -116,20 +116,21 @@ def _sections(schema: type[BaseModel]) -> list[type[BaseModel]]:
 
 def _describe(section: type[BaseModel], schema: dict[str, Any]) -> None:
     """Copy the descriptions of a section and its options from its docstring to the schema."""
-    summary, _, rest = (section.__doc__ or "").partition("Parameters\n")
-    schema["description"] = " ".join(summary.split())
     schema.pop("title", None)
-    names: list[str] = []
     words: dict[str, list[str]] = {}
-    for line in rest.splitlines()[1:]:
-        text = line.strip()
-        if text in ("Examples", "Notes"):
-            break
-        if line.startswith("        "):
-            for name in names:
-                words.setdefault(name, []).append(text.replace("``", "").replace("`", ""))
-        elif text:
-            names = [name.strip() for name in text.split(",")]
+    for base in reversed(section.__mro__):
+        summary, _, rest = (base.__doc__ or "").partition("Parameters\n")
+        schema["description"] = " ".join(summary.split())
+        names: list[str] = []
+        for line in rest.splitlines()[1:] if issubclass(base, Section) else ():
+            text = line.strip()
+            if text in ("Examples", "Notes"):
+                break
+            if line.startswith("        "):
+                for name in names:
+                    words.setdefault(name, []).append(text.replace("``", "").replace("`", ""))
+            elif text:
+                names = [name.strip() for name in text.split(",")]
     for name, option in schema["properties"].items():
         option.pop("title", None)
         if name in words:

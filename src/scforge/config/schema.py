@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -39,11 +40,13 @@ EVALUATIONS = {"perturbbench": "perturbation"}
 _BENCHMARK = {"anyOf": [{"type": "string"}, {"type": "object", "minProperties": 1, "maxProperties": 1}]}
 
 
-def _no_bool(value: Any) -> Any:
+def _number(value: Any) -> Any:
     # Python counts True as 1, so ``batch_size: yes`` would train with batches of one cell.
     if isinstance(value, bool):
         raise ValueError("is not a number")
-    return value
+    if isinstance(value, numbers.Integral):  # pydantic knows no integers of NumPy
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
 
 
 def _path_text(value: Any) -> Any:
@@ -65,10 +68,10 @@ def _needs(other: str, fix: str, *options: str) -> Any:
     return field_validator(*options)(validate)
 
 
-Int = Annotated[int, BeforeValidator(_no_bool)]
-Positive = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
-Float = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
-Share = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, le=1)]
+Int = Annotated[int, BeforeValidator(_number)]
+Positive = Annotated[int, BeforeValidator(_number), Field(ge=1)]
+Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Share = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
 Path = Annotated[str, BeforeValidator(_path_text), Field(min_length=1)]
 
@@ -338,11 +341,13 @@ class DataConfig(Section):
 
 # Separate validators instead of ``int | str``, which reports an error once for each type.
 def _batch_size(value: Any) -> Any:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if value is None or value == "auto" or (whole and value >= 1):
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if value is None or value == "auto":
         return value
-    if whole:
+    if whole and value < 1:
         raise ValueError("must be at least 1")
+    if whole:
+        return int(value)
     if isinstance(value, str) and value.strip().isdecimal() and int(value) >= 1:
         return int(value)
     raise ValueError("must be a whole number of cells, or 'auto' for as many cells as fit into memory")
@@ -412,38 +417,25 @@ class SchedulerConfig(Section):
     warmup_steps: Annotated[Int, Field(ge=0)] | None = None
 
 
-class TrainingConfig(Section):
-    """The training run. If an option is None, uses the default of the objective, or a value that suits the data.
+class SharedTraining(Section):
+    """Options of a training run in ``Encoder.train`` and in a configuration, with their checks.
 
     Parameters
     ----------
     batch_size
-        Number of cells per step and device; ``"auto"`` finds out how many fit into memory.
-    max_epochs, max_steps
-        Maximum number of epochs and of steps; training ends when one of them is reached.
-    validation_size
-        Fraction of cells held out for validation, in [0, 1).
+        Number of cells per step and device; ``"auto"`` finds out how many fit into memory. If None, uses the default of
+        the objective.
     early_stopping
-        Whether to stop when the validation loss no longer decreases.
-    early_stopping_patience
-        Number of epochs without improvement before stopping.
-    precision
-        Lightning precision; ``"auto"`` uses bfloat16 if it is faster.
-    accelerator, devices
-        Type of hardware, and number of devices per machine (or ``"auto"``, or a list of indices as text, ``"0,1"``).
-        ``training.num_gpus`` sets both.
+        Whether to stop when the validation loss no longer decreases after the learning-rate warm-up.
     num_nodes
         Number of machines with this many devices each.
-    strategy
-        Parallel strategy: ``"ddp"`` copies the model to each device, and ``"fsdp"`` shards the weights; ``"auto"`` uses
-        ``"ddp"`` for several devices.
     gradient_clip_val
         Maximum gradient norm; 0 disables clipping.
     accumulate_grad_batches
         Number of batches whose gradients are accumulated per step, which multiplies the number of cells per step.
     gradient_checkpointing
         Whether to recompute layers in the backward pass instead of storing their activations, which saves memory but
-        takes more time.
+        takes more time. If None, uses the setting of the model.
     layer_lr_decay
         Ratio of the learning rates of a layer and the layer above it, e.g. 0.8. If None, uses one learning rate.
     gradual_unfreezing
@@ -457,6 +449,41 @@ class TrainingConfig(Section):
         Number of steps between two lines of the log.
     checkpoint_every_n_steps
         Number of steps between two checkpoints, in addition to the checkpoint at the end of each epoch.
+    """
+
+    batch_size: BatchSize = None
+    early_stopping: bool = True
+    num_nodes: Positive = 1
+    gradient_clip_val: Annotated[Float, Field(ge=0)] = 1.0
+    accumulate_grad_batches: Positive = 1
+    gradient_checkpointing: bool | None = None
+    layer_lr_decay: Annotated[Float, Field(gt=0, le=1)] | None = None
+    gradual_unfreezing: Positive | None = None
+    compile: bool = False
+    ema_decay: Annotated[Float, Field(gt=0, lt=1)] | None = None
+    log_every_n_steps: Positive = 10
+    checkpoint_every_n_steps: Positive | None = None
+
+
+class TrainingConfig(SharedTraining):
+    """The training run. If an option is None, uses the default of the objective, or a value that suits the data.
+
+    Parameters
+    ----------
+    max_epochs, max_steps
+        Maximum number of epochs and of steps; training ends when one of them is reached.
+    validation_size
+        Fraction of cells held out for validation, in [0, 1).
+    early_stopping_patience
+        Number of epochs without improvement before stopping.
+    precision
+        Lightning precision; ``"auto"`` uses bfloat16 if it is faster.
+    accelerator, devices
+        Type of hardware, and number of devices per machine (or ``"auto"``, or a list of indices as text, ``"0,1"``).
+        ``training.num_gpus`` sets both.
+    strategy
+        Parallel strategy: ``"ddp"`` copies the model to each device, and ``"fsdp"`` shards the weights; ``"auto"`` uses
+        ``"ddp"`` for several devices.
     optimizer, scheduler
         Optimizer and learning-rate schedule.
 
@@ -467,26 +494,14 @@ class TrainingConfig(Section):
     (20, 0.0001, 1.0)
     """
 
-    batch_size: BatchSize = None
     max_epochs: Positive | None = None
     max_steps: Positive | None = None
     validation_size: Annotated[Float, Field(ge=0, lt=1)] = 0.1
-    early_stopping: bool = True
     early_stopping_patience: Positive | None = None
     precision: Literal["auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"] | None = None
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"
     devices: Devices = 1
-    num_nodes: Positive = 1
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
-    gradient_clip_val: Annotated[Float, Field(ge=0)] = 1.0
-    accumulate_grad_batches: Positive = 1
-    gradient_checkpointing: bool | None = None
-    layer_lr_decay: Annotated[Float, Field(gt=0, le=1)] | None = None
-    gradual_unfreezing: Positive | None = None
-    compile: bool = False
-    ema_decay: Annotated[Float, Field(gt=0, lt=1)] | None = None
-    log_every_n_steps: Positive = 10
-    checkpoint_every_n_steps: Positive | None = None
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
 

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +86,8 @@ def train_options(
     if not isinstance(plan_kwargs, Mapping | None):
         raise OptionError("is not a dictionary of options; pass {name: value}.", plan_kwargs=plan_kwargs)
     for name, value in (plan_kwargs or {}).items():
-        if name in further or given.get(name) not in (None, getattr(TrainOptions, name, None)):
+        default = TrainOptions.model_fields[name].default if name in TrainOptions.model_fields else None
+        if name in further or given.get(name) not in (None, default):
             raise OptionError(f"{name} is set both in plan_kwargs and as an argument; remove one of the two.")
         further[name] = value
     own = TrainOptions.names()
@@ -186,7 +186,8 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         torch.manual_seed(model.seed + model.n_epochs_ + 1_000_003 * rank)
         error: NotFiniteError | SavingError | None = None
         try:
-            result = fit(plan, data, replace(how, max_epochs=max_epochs, precision=precision), saving=saving)
+            settled = how.model_copy(update={"max_epochs": max_epochs, "precision": precision})
+            result = fit(plan, data, settled, saving=saving)
         except (NotFiniteError, SavingError) as failure:  # the best weights so far are in it
             result, error = failure.result, failure
     if folder is not None:

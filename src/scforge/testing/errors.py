@@ -32,6 +32,7 @@ def raises(error: type[ScforgeError], argument: str) -> Iterator[None]:
 
     Examples
     --------
+    >>> import scforge
     >>> from scforge.errors import DataError
     >>> from scforge.models import Encoder
     >>> adata = scforge.datasets.pbmc3k()
