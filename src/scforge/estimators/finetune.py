@@ -1,4 +1,4 @@
-"""Create fine-tuned models and query models, save and load adapters, and transfer labels."""
+"""Create fine-tuned models, and save and load adapters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import pandas as pd
 import torch
 from anndata import AnnData
 from safetensors.torch import save_file
-from scipy import sparse
 from torch import nn
 
 from scforge._checks import check_key, check_seed
@@ -27,18 +26,17 @@ from scforge._io import atomic_folder, sha256_of
 from scforge._registry import check_options
 from scforge.data.cells import Cells, named_column
 from scforge.data.checks import inherited_batch_key
-from scforge.errors import DataError, ModelFileError, OptionError, ScforgeWarning, listing, warn
-from scforge.estimators.base import CellModel
+from scforge.errors import DataError, ModelFileError, OptionError, ScforgeWarning
+from scforge.estimators.fitted import FittedModel
 from scforge.estimators.serialize import (
     ADAPTER,
-    CORRECTION,
-    LABELED,
     check_sum,
     load_weights,
     read_description,
     sealed,
 )
-from scforge.estimators.setup import bare_registry
+from scforge.estimators.setup import register, set_up_like, setup_of
+from scforge.estimators.sources import Model, source_of
 from scforge.estimators.spec import FineTuneSpec, check_freeze, named_options
 from scforge.finetuning.adapters import base_state, digest_of, is_adapter, load_base, lora_options, merged
 from scforge.finetuning.base import TASKS, Task, get_task
@@ -47,42 +45,18 @@ from scforge.finetuning.splits import Split, check_shares, split_for, split_from
 from scforge.finetuning.supervised import SupervisedTask
 from scforge.models._weights import read_weights
 from scforge.models.components.gene_vectors import check_filled
-from scforge.models.components.latent import batch_vectors
 from scforge.training.datamodule import CellDataModule
 from scforge.training.options import TrainOptions
-from scforge.training.predict import embed
 
 logger = logging.getLogger("scforge")
 
-_LEFT_OUT = ("self", "predictor", "adata", "key_added", "context")
-
 _OF_DATA = ("batch_size", "max_tokens_per_batch", "num_threads")
-
-_QUERY, _REFERENCE, _SIDE = "query", "reference", "scforge_side"
-
-_MOST = 20_000
-"""Maximum number of query cells, and of reference cells, for joint training in memory."""
 
 _CONFIG, _WEIGHTS = "adapter.json", "adapter.safetensors"
 
 
-def warn_of_undecided(unclear: np.ndarray) -> None:
-    """Warn about cells that may have been used as training cells in fine-tuning."""
-    if unclear.any():
-        n_unclear = f"{int(unclear.sum())} of the {len(unclear)} cells"
-        warn(
-            f"{n_unclear} may have been used for fine-tuning; this cannot be checked, because they have other genes "
-            "and no cell names to compare."
-        )
-
-
-def options_of(method: Any) -> list[str]:
-    """Return the option names of a task method."""
-    return [name for name in inspect.signature(method).parameters if name not in _LEFT_OUT]
-
-
 def finetune(
-    model: CellModel,
+    model: Model,
     task: str | Mapping[str, Any],
     source: Any,
     options: dict[str, Any],
@@ -97,16 +71,17 @@ def finetune(
     seed: int | None = None,
     split_by: str | None = None,
     split_key: str | None = None,
-) -> CellModel:
+) -> Any:
     """Create the model of :meth:`scforge.models.Encoder.finetune`, ready to train with the remaining `options`."""
     check_shares(validation_size, test_size)
     check_freeze(freeze, lora, options.get("gradual_unfreezing"))
     freeze = freeze if isinstance(freeze, bool) else int(freeze)  # numbers of NumPy cannot be saved
-    check_filled(model.module)
-    seed = model.seed if seed is None else check_seed(seed)
-    source = model._source(source)
-    registered = model._setup_of(source)
-    setup = registered or model._setup
+    fitted = model.fitted
+    check_filled(fitted.module)
+    seed = fitted.seed if seed is None else check_seed(seed)
+    source = source_of(model, source)
+    registered = setup_of(type(model), source)
+    setup = registered or fitted.setup
     common = {"labels_key": labels_key, "batch_key": batch_key, "head": head}
     name, task_options = _task_options(task, options, common, setup)
     if issubclass(TASKS.get(name), SupervisedTask):  # predictions are written under these names
@@ -114,7 +89,7 @@ def finetune(
             keys = task_options.get(argument)
             for key in [keys] if isinstance(keys, str) else keys or ():
                 check_key(argument, key)
-    cells = model._open(source)
+    cells = model.open_cells(source)
     how: dict[str, Any] = {
         "validation_size": float(validation_size),
         "test_size": float(test_size),
@@ -124,24 +99,23 @@ def finetune(
     }
     made = get_task(name, **task_options)
     split = make_split(made, cells, **how)
-    seen = HeldOutRegistry(split, CellFingerprints.of(cells), model._learned or CellFingerprints.none())
+    seen = HeldOutRegistry(split, CellFingerprints.of(cells), fitted.learned or CellFingerprints.none())
     found = made.options_from(lambda key: cells.column(key).iloc[split.train])
     made = get_task(name, **{**task_options, **found})
     made.check_split(cells.column, split)
-    encoder = merged(model._backbone)
-    n_latent = embed(model.module, cells, model.tokenizer, objective=model.objective, rows=split.train[:1]).shape[1]
+    encoder = merged(fitted.backbone)
     tuning = FineTuneSpec(
         task=name,
         task_options=made.config(),
-        n_latent=n_latent,
+        n_latent=fitted.embed(cells, rows=split.train[:1]).shape[1],
         lora=lora_options(encoder, lora),
         freeze=freeze,
         split={**how, "cells": seen.digest},
-        base={"sha256": digest_of(encoder), "n_epochs": model.n_epochs_},
+        base={"sha256": digest_of(encoder), "n_epochs": fitted.n_epochs},
     )
     data: dict[str, Any] = {}
     if isinstance(source, AnnData):
-        data["adata"] = set_up(model, source, setup, labels_key, batch_key)
+        data["adata"] = set_up(type(model), source, setup, labels_key, batch_key)
     else:
         given = {key: options.pop(key) for key in _OF_DATA if options.get(key) not in (None, "auto")}
         data["datamodule"] = CellDataModule(
@@ -149,15 +123,15 @@ def finetune(
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScforgeWarning)  # about genes, as issued when the cells were opened above
-        tuned = type(model)._of_spec(replace(model.spec, tuning=tuning), seed=seed, **data)
-    if registered is not None and all(registered[key] in (None, *source.obs) for key in ("batch_key", "labels_key")):
+        tuned = type(model).of_fitted(FittedModel(replace(fitted.spec, tuning=tuning), seed), **data)
+    if registered and all(registered[key] in (None, *source.obs) for key in ("batch_key", "labels_key")):
         # The next fine-tuning uses the columns of setup_anndata, not those of this one.
         register(type(model), source, registered)
-    load_base(tuned._backbone, base_state(encoder))
-    tuned.module.to(model.device)
-    tuned._seen, tuned._base = seen, model
+    load_base(tuned.fitted.backbone, base_state(encoder))
+    tuned.fitted.module.to(fitted.device)
+    tuned.fitted.seen, tuned.base_model = seen, model
     tuned.train_indices_, tuned.validation_indices_, tuned.test_indices_ = split.train, split.validation, split.test
-    tuned._opened = model._opened
+    tuned.opened = model.opened
     return tuned
 
 
@@ -213,7 +187,7 @@ def make_split(task: Task, cells: Cells, *, split_by: str | None, split_key: str
 
 
 def set_up(
-    model: CellModel, adata: AnnData, setup: Mapping[str, Any], labels_key: str | None, batch_key: str | None
+    cls: Any, adata: AnnData, setup: Mapping[str, Any], labels_key: str | None, batch_key: str | None
 ) -> AnnData:
     """Set up an AnnData for the fine-tuned model, with the columns of the task."""
     labels = labels_key or setup.get("labels_key")
@@ -227,91 +201,11 @@ def set_up(
         "labels_key": labels if labels in adata.obs else None,
         "batch_key": batch,
     }
-    register(type(model), adata, wanted)
+    register(cls, adata, wanted)
     return adata
 
 
-def register(cls: type[CellModel], adata: AnnData, setup: Mapping[str, Any]) -> None:
-    """Set up an AnnData with these columns unless it already is, and keep its modality."""
-    there = cls._setup_of(adata) or {}
-    wanted = {key: value for key, value in setup.items() if key != "modality"}
-    if not there or any(there.get(key) != value for key, value in wanted.items()):
-        cls.setup_anndata(adata, **wanted)
-        if "modality" in there:
-            cls._get_most_recent_anndata_manager(adata).update_setup_method_args({"modality": there["modality"]})
-
-
-def with_batches_of(cells: Cells, key: str, known: list[str]) -> dict[str, Any]:
-    """Return the options of a decoder that also contains the query batches."""
-    batches = texts_of(cells.column(key), key=key, argument="batch_key").categories
-    if shared := [str(name) for name in batches if name in known]:
-        logger.info(
-            "Query batches in obs[%r] that have the name of a reference batch are treated as the same batch (%s); "
-            "rename them if they are different batches.",
-            key,
-            listing(shared),
-        )
-    return {"batch_key": key, "batches": [*known, *(str(name) for name in batches if name not in known)]}
-
-
-def with_room(reference: CellModel, found: dict[str, Any]) -> CellModel:
-    """Return a copy of a model with decoder vectors for new batches, initialized to the mean of its batch vectors."""
-    spec, own = reference.spec, merged(reference._backbone)
-    sizes = {**spec.model_options, "n_batches": len(found["batches"])}
-    objective = {**spec.objective_options, **found}
-    roomy = replace(spec, tuning=None, model_options=sizes, objective_options=objective)
-    model = type(reference)._of_spec(roomy, seed=reference.seed, registry=reference.registry_)
-    vectors = batch_vectors(own)
-    if vectors is None:
-        nn.init.zeros_(batch_vectors(model.module))  # as if there were none
-    state = {**model.module.state_dict(), **own.state_dict()}
-    if vectors is not None:
-        name = next(name for name, parameter in own.named_parameters() if parameter is vectors)
-        new = vectors.detach().mean(dim=0).expand(len(found["batches"]) - len(vectors), -1)
-        state[name] = torch.cat([vectors.detach(), new])
-    model.module.load_state_dict(state)
-    model.module.to(reference.device)
-    model.is_trained_, model.n_epochs_, model._seen = True, reference.n_epochs_, reference._seen
-    model._opened = reference._opened  # so that warnings about genes are issued once
-    return model
-
-
-def of_both(query: Cells, reference: Cells, pretraining: Any, key: str | None, seed: int) -> tuple[Any, Any]:
-    """Return the concatenated query and reference cells, and the options of a decoder with all batches.
-
-    Cells without a batch, or a query or reference without the column, form a separate batch. `key` is the query column.
-    The concatenated column has the name of the reference column, so the model can serve as the reference in another
-    joint training.
-    """
-    known = list(pretraining.batches or [])
-    query, reference = (cells.sample(_MOST, seed=seed) for cells in (query, reference))
-    parts = []
-    for cells, column, name in ((query, key, _QUERY), (reference, pretraining.batch_key, _REFERENCE)):
-        found = [name] * len(cells)
-        if column is not None and cells.obs is not None and column in cells.obs:
-            labels = texts_of(cells.column(column), key=column, argument="batch_key")
-            found = [str(labels.categories[code]) if code >= 0 else name for code in labels.codes]
-        parts.append(found)
-    if shared := sorted(set(parts[0]) & {*known, *parts[1]}):
-        warn(
-            f"Some batches of the query and the reference have the same name ({listing(shared)}); rename them if they "
-            "are different batches."
-        )
-    counts = sum(cells.totals.sum() for cells in (query, reference))
-    kept = sum(cells.totals.sum() * cells.counts_kept for cells in (query, reference))
-    batch_key = pretraining.batch_key or key or _SIDE
-    both = replace(
-        query,
-        counts=sparse.vstack([query.counts, reference.counts], format="csr"),
-        totals=np.concatenate([query.totals, reference.totals]),
-        counts_kept=float(kept / max(counts, 1.0)),
-        measured=None if query.measured is None or reference.measured is None else query.measured | reference.measured,
-        obs=pd.DataFrame({batch_key: np.array([*parts[0], *parts[1]], dtype=object)}),
-    )
-    return both, {"batch_key": batch_key, "batches": [*known, *sorted({*parts[0], *parts[1]} - {*known})]}
-
-
-def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrite: bool) -> None:
+def save_adapter(model: FittedModel, dir_path: str | os.PathLike[str], *, overwrite: bool) -> None:
     """Save the adapters and the head of a model fine-tuned with ``lora``."""
     tuning = model.spec.tuning
     if tuning is None or tuning.lora is None:
@@ -321,58 +215,52 @@ def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrit
         for name, value in model.module.state_dict().items()
         if name.startswith("head.") or is_adapter(name)
     }
-    if model._labeled is not None:
-        state |= {f"{LABELED}{name}": value for name, value in model._labeled.tensors().items()}
-    correction = model._correction
-    if correction is not None:
-        state |= {f"{CORRECTION}{name}": value for name, value in correction.tensors().items()}
+    correction = model.correction
     with atomic_folder(dir_path, overwrite=overwrite) as folder:
-        if model._seen is not None:
-            model._seen.save(folder)
-        save_file(state, folder / _WEIGHTS, metadata={"format": "pt"})
+        if model.seen is not None:
+            model.seen.save(folder)
+        save_file(state | model.own_tensors(), folder / _WEIGHTS, metadata={"format": "pt"})
         content = {
             "architecture": model.spec.architecture,
-            "vocab": model.vocab.hash,
+            "vocab": model.spec.vocab.hash,
             "tuning": tuning.to_json(),
             "seed": model.seed,
-            "n_epochs": model.n_epochs_,
-            "history": model._history_lists(),
+            "n_epochs": model.n_epochs,
+            "history": model.history_lists(),
             **({} if correction is None else {"corrected_batches": correction.batches}),
             "sha256": sha256_of(folder / _WEIGHTS),
-            "base": model._base_origin(Path(dir_path)),
-            "card": replace(model._card_facts(), base=None).to_json(),
+            "base": model.base_origin(Path(dir_path)),
+            "card": replace(model.card_facts, base=None).to_json(),
         }
         (folder / _CONFIG).write_text(sealed(content), encoding="utf-8")
 
 
-def load_adapter(cls: Any, base: CellModel, folder: Path, adata: AnnData | None) -> CellModel:
+def load_adapter(cls: Any, base: Model, folder: Path, adata: AnnData | None) -> Any:
     """Load adapters and a head, and add them to their base model with shared weights."""
     cls = type(base) if issubclass(type(base), cls) else cls
     content = read_description(ADAPTER, folder / _CONFIG)
     weights = read_weights(folder / _WEIGHTS)
     check_sum(folder / _WEIGHTS, content["sha256"])
-    encoder = merged(base._backbone)
-    if content["vocab"] != base.vocab.hash or digest_of(encoder) != content["tuning"]["base"].get("sha256"):
+    spec, setup, encoder = base.fitted.spec, base.fitted.setup, merged(base.fitted.backbone)
+    if content["vocab"] != spec.vocab.hash or digest_of(encoder) != content["tuning"]["base"].get("sha256"):
         raise ModelFileError(
             f"the adapters in {str(folder)!r} were trained on a base model with other weights or genes; load them with "
             "that base model."
         )
     tuning = FineTuneSpec.from_json(content["tuning"])
-    adata = base.adata if adata is None else cls._set_up_as(adata, base._setup)
-    if adata is not None and cls._setup_of(adata) is None:
+    adata = base.adata if adata is None else set_up_like(cls, adata, setup)
+    if adata is not None and not setup_of(cls, adata):
         keys = (tuning.task_options.get(key) for key in ("labels_key", "batch_key"))
-        adata = set_up(base, adata, base._setup, *keys)
+        adata = set_up(cls, adata, setup, *keys)
     # The same memory, but separate parameters, which can be frozen or moved to another device.
     shared = {id(p): nn.Parameter(p.data, requires_grad=False) for p in encoder.parameters()}
-    model: CellModel = cls._of_spec(
-        replace(base.spec, tuning=replace(tuning, backbone=copy.deepcopy(encoder, shared))),
-        adata=adata,
-        registry=bare_registry(cls.__name__, dict(base._setup)) if adata is None else None,
-        seed=content["seed"],
-    )
-    model._spec = replace(model._spec, tuning=tuning)  # another module of this description is a new one
-    load_weights(model.module, weights, source=str(folder), adapters=True)
-    model.module.to(torch.device(base.device)).eval()
-    model.is_trained_, model._base = True, base
-    model._restore(content, folder, weights)
+    described = replace(spec, tuning=replace(tuning, backbone=copy.deepcopy(encoder, shared)))
+    fitted = FittedModel(described, content["seed"], setup=dict(setup))
+    fitted.spec = replace(spec, tuning=tuning)  # another module of this description is a new one
+    load_weights(fitted.module, weights, source=str(folder), adapters=True)
+    fitted.module.to(torch.device(base.fitted.device)).eval()
+    fitted.is_trained = True
+    fitted.restore(content, folder, weights)
+    model = cls.of_fitted(fitted, adata)
+    model.base_model = base
     return model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,13 @@ import pandas as pd
 import torch
 from anndata import AnnData
 from mudata import MuData
+from scvi.data._constants import _MANAGER_UUID_KEY, _SCVI_UUID_KEY
 from scvi.data.fields import CategoricalObsField, LayerField
 
 from scforge._checks import check_choice, check_known
 from scforge._columns import codes_among, labels_of, text_of, texts_of
-from scforge.data.checks import counts_of, gene_names, warn_if_transformed
-from scforge.data.readers import shared_columns
+from scforge.data.checks import check_adata, counts_of, gene_names, warn_if_transformed
+from scforge.data.readers import check_modality, shared_columns
 from scforge.errors import DataError, OptionError
 from scforge.models.registry import MODELS
 from scforge.training.datamodule import CellDataModule
@@ -136,6 +137,89 @@ def adopted(mdata: MuData, modality: str, argument: str, key: str | None) -> str
             check_known(argument, key, known, f"mdata.mod[{modality!r}].obs or mdata.obs")
         adata.obs[name] = known_to_all[name]
     return name
+
+
+def setup_of(cls: Any, source: Any) -> dict[str, Any]:
+    """Return the fields that an AnnData was set up with, empty if it is not set up, and for other sources."""
+    if not isinstance(source, AnnData):
+        return {}
+    try:
+        manager = cls._get_most_recent_anndata_manager(source)
+    except ValueError:  # a copy of an AnnData that was set up
+        return {}
+    return {} if manager is None else dict(manager.registry["setup_args"])
+
+
+def require_setup(cls: Any, adata: AnnData | None) -> None:
+    """Raise an error if an AnnData is missing or not set up."""
+    check_adata(adata)
+    assert adata is not None
+    try:
+        cls._get_most_recent_anndata_manager(adata, required=True)
+    except ValueError as error:
+        why = ", because it is a copy of an AnnData that was set up" if _SCVI_UUID_KEY in adata.uns else ""
+        raise OptionError(
+            f"is not set up{why}; call {cls.__name__}.setup_anndata(adata) first.", argument="adata"
+        ) from error
+
+
+def forget_copied_ids(cls: Any, adata: AnnData) -> None:
+    """Remove the ids of scvi-tools from a copy, also one read from a file, which would replace the original."""
+    managers = (kind._setup_adata_manager_store.get(adata.uns.get(_SCVI_UUID_KEY)) for kind in _family(cls))
+    known = [manager.adata for manager in managers if manager is not None]
+    if known and all(other is not adata for other in known):
+        for key in (_SCVI_UUID_KEY, _MANAGER_UUID_KEY):
+            adata.uns.pop(key, None)
+
+
+def _family(cls: Any) -> Iterator[Any]:
+    """Return a model class and its subclasses; each keeps a separate record of its AnnData objects."""
+    yield cls
+    for other in cls.__subclasses__():
+        yield from _family(other)
+
+
+def adata_of(cls: Any, data: Any, modality: str | None = None) -> Any:
+    """Return the modality of a MuData that the model uses; other data are returned unchanged.
+
+    `modality` is the modality of the training data. It is used unless only another modality is set up.
+    """
+    if not isinstance(data, MuData):
+        return data
+    ready = [name for name, adata in data.mod.items() if setup_of(cls, adata)]
+    last = data.uns.get(LAST)
+    for name in (modality, last, ready[0] if len(ready) == 1 else None):
+        if name in ready:
+            return data.mod[name]
+    if modality is None:
+        call = f"{cls.__name__}.setup_mudata(mdata, modality={(last or 'rna')!r})"
+        raise OptionError(
+            f"is not set up, or is a copy of a MuData that was set up; call {call} first.", argument="mdata"
+        )
+    check_modality(modality, list(data.mod), "mdata")
+    return data.mod[modality]
+
+
+def set_up_like(cls: Any, data: Any, setup: Mapping[str, Any]) -> Any:
+    """Set up a MuData like the training data if necessary, and return its modality; return other data unchanged."""
+    if not isinstance(data, MuData):
+        return data
+    adata = adata_of(cls, data, setup.get("modality"))
+    if not setup_of(cls, adata):
+        known = {*adata.obs, *shared(data, setup["modality"])}
+        present = {key: setup[key] if setup[key] in known else None for key in ("batch_key", "labels_key")}
+        cls.setup_mudata(data, **{**setup, **present})
+    return adata
+
+
+def register(cls: Any, adata: AnnData, setup: Mapping[str, Any]) -> None:
+    """Set up an AnnData with these columns unless it already is, and keep its modality."""
+    there = setup_of(cls, adata)
+    wanted = {key: value for key, value in setup.items() if key != "modality"}
+    if not there or any(there.get(key) != value for key, value in wanted.items()):
+        cls.setup_anndata(adata, **wanted)
+        if "modality" in there:
+            cls._get_most_recent_anndata_manager(adata).update_setup_method_args({"modality": there["modality"]})
 
 
 def bare_registry(model: str, setup: dict[str, Any]) -> dict[str, Any]:
