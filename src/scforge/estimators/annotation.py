@@ -174,8 +174,7 @@ def annotate(
         if reference.spec.tuning is not None:
             call = "transfer_labels()" if reference.fitted.is_query else "predict(query)"
             raise OptionError(
-                f"is a query model or fine-tuned; call its {call}, or pass its base model.",
-                argument="reference",
+                f"is a query model or fine-tuned; call its {call}, or pass its base model.", argument="reference"
             )
         if not reference.is_trained_:
             raise OptionError(
@@ -184,8 +183,7 @@ def annotate(
         model = reference
     else:
         raise OptionError(
-            f"is of type {type(reference).__name__!r}; pass an AnnData, a model or its folder.",
-            argument="reference",
+            f"is of type {type(reference).__name__!r}; pass an AnnData, a model or its folder.", argument="reference"
         )
     if any(key is not None for key in (query_batch_key, layer, gene_key)):
         setup = setup_of(Encoder, query) or model.fitted.setup

@@ -24,6 +24,7 @@ from scipy import sparse
 from scvi import REGISTRY_KEYS
 from scvi.data import AnnDataManager
 from scvi.model.base import BaseModelClass
+from torch import nn
 
 from scforge._checks import check_count, check_key, check_seed
 from scforge._constants import AUTO_KEY, QUERY_KEY, UNS_KEY
@@ -32,13 +33,7 @@ from scforge._progress import announce
 from scforge._registry import check_options
 from scforge._text import printable
 from scforge.data.cells import Cells, CellSource, column_of, named_column
-from scforge.data.checks import (
-    check_adata,
-    check_obs_column,
-    content_mark,
-    gene_names,
-    warn_if_transposed,
-)
+from scforge.data.checks import check_adata, check_obs_column, content_mark, gene_names, warn_if_transposed
 from scforge.data.genes import map_names
 from scforge.data.readers import check_modality
 from scforge.data.remote import is_collection
@@ -46,7 +41,7 @@ from scforge.data.sources import open_cells
 from scforge.data.store import StoreCells
 from scforge.data.vocab import FROM_DATA, GeneVocab, listed_names
 from scforge.errors import DataError, NotTrainedWarning, OptionError, first_line, warn
-from scforge.estimators.finetune import finetune, save_adapter
+from scforge.estimators.finetune import finetune, query_model, save_adapter
 from scforge.estimators.fitted import FittedModel, changed_options
 from scforge.estimators.generate import generate_with
 from scforge.estimators.genes import (
@@ -59,12 +54,12 @@ from scforge.estimators.genes import (
 )
 from scforge.estimators.hints import OF_POSTERIOR, OF_SCVI, Absent, Front
 from scforge.estimators.hub import load_foreign, load_found, push_model
-from scforge.estimators.query import query_model
 from scforge.estimators.serialize import read_folder
 from scforge.estimators.setup import (
     LAST,
     GeneField,
     ObsField,
+    Source,
     adata_of,
     adopted,
     bare_registry,
@@ -72,10 +67,13 @@ from scforge.estimators.setup import (
     datamodule_registry,
     device_of,
     forget_copied_ids,
+    ready_cells,
     require_setup,
     setup_of,
+    source_of,
+    training_source,
+    write_embedding,
 )
-from scforge.estimators.sources import Source, source_of, training_source, write_embedding
 from scforge.estimators.spec import (
     ModelSpec,
     defaults_for,
@@ -85,12 +83,12 @@ from scforge.estimators.spec import (
     vocab_of_adata,
     vocab_of_cells,
 )
-from scforge.estimators.tasks import evaluation_context, options_of, rows_to_score, task_of, verdict
+from scforge.estimators.tasks import options_of, parts_for_baselines, rows_to_score, task_of, verdict
 from scforge.estimators.training import train, train_options
 from scforge.estimators.transfer import reference_to_save, transfer_labels
 from scforge.eval.report import write_scores
 from scforge.finetuning.adapters import adapters_disabled, has_lora, merge_lora
-from scforge.finetuning.base import Task
+from scforge.finetuning.base import EvaluationContext, Task
 from scforge.finetuning.held_out import CellFingerprints
 from scforge.finetuning.reference import MOST_CELLS
 from scforge.finetuning.supervised import SupervisedTask
@@ -197,7 +195,7 @@ class Encoder(BaseModelClass, metaclass=Front):
     """
 
     fitted: FittedModel
-    module = _Held["nn.Module"]()
+    module = _Held[nn.Module]()
     seed = _Held[int]()
     n_epochs_ = _Held[int]()
     is_trained_ = _Held[bool]()
@@ -611,19 +609,20 @@ class Encoder(BaseModelClass, metaclass=Front):
         """
         source, is_own = source_of(self, source), not options
         options = {"vocab": self.vocab, **options}
-        setup, cells = self.fitted.setup, None
+        cells: Any
         if isinstance(source, str | os.PathLike):
             # A store always has counts and names in the same places.
-            keys = {} if is_collection(os.fspath(source)) else {key: setup.get(key) for key in ("layer", "gene_key")}
-            cells = open_cells(source, **keys, **options)
+            setup = {} if is_collection(os.fspath(source)) else self.fitted.setup
+            cells = open_cells(source, layer=setup.get("layer"), gene_key=setup.get("gene_key"), **options)
         elif not isinstance(source, AnnData) and hasattr(source, "with_vocab"):
             cells = source if source.vocab is options["vocab"] else source.with_vocab(**options)
         else:
             check_adata(source)
-            own = setup_of(type(self), source)
-            if not own:
+            setup = setup_of(type(self), source)
+            if not setup:
+                setup = self.fitted.setup
                 check_setup_keys(source, setup, type(self).__name__)
-            keys = {key: (own or setup)[key] for key in ("layer", "gene_key")}
+            keys = {"layer": setup["layer"], "gene_key": setup["gene_key"]}
             cells = self._opened_once(source, **keys) if is_own else open_cells(source, **keys, **options)
         uses_vocabulary = is_own and getattr(self.tokenizer, "library_size", None) == "vocabulary"
         return cells.over_vocabulary() if uses_vocabulary and isinstance(cells, CellSource | StoreCells) else cells
@@ -825,14 +824,12 @@ class Encoder(BaseModelClass, metaclass=Front):
         check_key("key_added", key_added)
         known = ("adata", "key_added", "batch_size", "indices", "correction")
         check_options("argument", "get_latent_representation", of_others, known, OF_POSTERIOR)
-        source, fitted = source_of(self, adata), self.fitted
-        fitted.check_ready("its embedding is")
-        cells = self.open_cells(source)
+        source, cells = ready_cells(self, adata, "its embedding is")
+        fitted = self.fitted
         rows = None if indices is None else positions(indices, len(cells))
         batch_key = setup_of(type(self), source).get("batch_key")
         codes = fitted.codes_to_correct(cells, correction, batch_key=batch_key, rows=rows)
-        embedding = fitted.embed(cells, batch_size=batch_size, rows=rows)
-        embedding = fitted.corrected(embedding, codes if codes is None or rows is None else codes[rows], correction)
+        embedding = fitted.corrected(fitted.embed(cells, batch_size=batch_size, rows=rows), codes, correction)
         if key_added is not None and rows is None and isinstance(source, AnnData):
             write_embedding(fitted, source, key_added, embedding, cells, correction=correction)
         return embedding
@@ -912,24 +909,10 @@ class Encoder(BaseModelClass, metaclass=Front):
         >>> annotator.spec.tuning.task, model.spec.tuning is None
         ('annotation', True)
         """
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "max_epochs")}
         if not self.is_trained_:
             warn("The model is not trained; fine-tuning starts from random weights.", NotTrainedWarning)
-        tuned = finetune(
-            self,
-            task,
-            adata,
-            options,
-            labels_key=labels_key,
-            batch_key=batch_key,
-            validation_size=validation_size,
-            test_size=test_size,
-            split_by=split_by,
-            split_key=split_key,
-            freeze=freeze,
-            lora=lora,
-            head=head,
-            seed=seed,
-        )
+        tuned: Encoder = finetune(self, **arguments)
         tuned.train(max_epochs, **options)
         return tuned
 
@@ -1121,23 +1104,14 @@ class Encoder(BaseModelClass, metaclass=Front):
                     "values, or drop these cells.",
                     groups_key=groups_key,
                 )
+        base = self.base_model if base is None else base
+        compared = parts_for_baselines(self, base, source, cells, split, batch_size, needed=baselines)
         parts = None
         if map_query and task.maps_new_cells and fitted.seen is not None and marks is not None:
             parts = fitted.seen.parts_of(marks)
-        context = evaluation_context(
-            self,
-            self.base_model if base is None else base,
-            source,
-            cells,
-            (rows, split),
-            parts,
-            baselines=baselines,
-            batch_size=batch_size,
-            seed=seed,
-            intervals=compares,
-            groups_key=groups_key,
-        )
-        evaluated = task.evaluate(context)
+        predictor = fitted.predictor_of_query(cells, batch_size, parts)
+        how: dict[str, Any] = {"seed": seed, "intervals": compares, "groups_key": groups_key}
+        evaluated = task.evaluate(EvaluationContext(predictor=predictor, rows=rows, **compared, **how))
         if key_added is not None and isinstance(source, AnnData):
             write_scores(source, key_added, evaluated.metrics, evaluated.tables)
             if "differences" in evaluated.tables:
@@ -1283,26 +1257,17 @@ class Encoder(BaseModelClass, metaclass=Front):
         >>> query_model.get_latent_representation().shape
         (60, 32)
         """
+        arguments = {name: value for name, value in locals().items() if name not in ("cls", "reference_model")}
         reference = cls.load(reference_model) if isinstance(reference_model, str | os.PathLike) else reference_model
         if not isinstance(reference, Encoder):
             raise OptionError(
-                f"is of type {type(reference).__name__}; pass a model or its folder.",
-                argument="reference_model",
+                f"is of type {type(reference).__name__}; pass a model or its folder.", argument="reference_model"
             )
         if not reference.is_trained_:
             raise OptionError(
-                "is not trained; train this model first, or pass a trained model.",
-                argument="reference_model",
+                "is not trained; train this model first, or pass a trained model.", argument="reference_model"
             )
-        model: Encoder = query_model(
-            reference,
-            query,
-            batch_key=batch_key,
-            reference_cells=reference_cells,
-            lora=lora,
-            validation_size=validation_size,
-            seed=seed,
-        )
+        model: Encoder = query_model(reference, **arguments)
         return model
 
     def transfer_labels(
@@ -1404,19 +1369,8 @@ class Encoder(BaseModelClass, metaclass=Front):
         >>> "scforge_cell_type_transferred_probability" in query.obs
         True
         """
-        return transfer_labels(
-            self,
-            query,
-            reference,
-            labels_key=labels_key,
-            method=method,
-            n_neighbors=n_neighbors,
-            key_added=key_added,
-            unknown=unknown,
-            min_probability=min_probability,
-            broader=broader,
-            batch_size=batch_size,
-        )
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        return transfer_labels(self, **arguments)
 
     def get_gene_embeddings(
         self,
@@ -1568,11 +1522,10 @@ class Encoder(BaseModelClass, metaclass=Front):
         check_count("min_cells", min_cells, "cells")
         check_count("top_k", top_k, "genes")
         check_count("max_genes", max_genes, "genes")
-        source = source_of(self, adata)
-        self.fitted.check_ready("attention is")
+        source, cells = ready_cells(self, adata, "attention is")
         graph = attention_between_genes(
             self.fitted.backbone,
-            self.open_cells(source).sample(max_cells, seed=check_seed(seed)),
+            cells.sample(max_cells, seed=check_seed(seed)),
             self.tokenizer,
             objective=self.objective,
             layer=layer,
@@ -1652,13 +1605,7 @@ class Encoder(BaseModelClass, metaclass=Front):
         numbers = gene_numbers(self, wanted, source=source)
         cells = self.open_cells(source)
         values = predict_uncounted(
-            self.fitted.backbone,
-            cells,
-            self.tokenizer,
-            objective,
-            numbers,
-            seed=seed,
-            batch_size=batch_size,
+            self.fitted.backbone, cells, self.tokenizer, objective, numbers, seed=seed, batch_size=batch_size
         )
         return expression_table(self, source, cells, values, numbers, key_added)
 
@@ -1949,18 +1896,8 @@ class Encoder(BaseModelClass, metaclass=Front):
         >>> model.generate(5).n_obs
         5
         """
-        return generate_with(
-            self,
-            n_cells,
-            prompt=prompt,
-            condition=condition,
-            batch_size=batch_size,
-            temperature=temperature,
-            top_k=top_k,
-            seed=seed,
-            max_len=max_len,
-            n_steps=n_steps,
-        )
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        return generate_with(self, **arguments)
 
     def save(
         self,

@@ -19,8 +19,7 @@ from scforge.errors import DataError, OptionError, listing, spelled, warn
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.generate import check_generates
 from scforge.estimators.genes import untrained_embedder
-from scforge.estimators.setup import setup_of
-from scforge.estimators.sources import write_embedding
+from scforge.estimators.setup import setup_of, write_embedding
 from scforge.estimators.tasks import learned_labels_of
 from scforge.eval.base import Entry, Evaluation, to_evaluation
 from scforge.eval.generation import evaluate_generation

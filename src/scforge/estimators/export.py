@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from scforge.estimators.fitted import FittedModel
 
 
+type _Batch = dict[str, torch.Tensor]
+
 _FORMAT = 1
 _FILES = {"onnx": "model.onnx", "torch": "model.pt2"}
 _NEEDED = ("onnx", "onnxscript", "onnxruntime")
@@ -176,7 +178,7 @@ def _longest(model: FittedModel, max_len: int | None) -> int:
     return max_len
 
 
-def _batch(model: FittedModel, n_cells: int, n_genes: int, longest: int) -> dict[str, torch.Tensor]:
+def _batch(model: FittedModel, n_cells: int, n_genes: int, longest: int) -> _Batch:
     """Return tokens of random cells with `n_genes` expressed genes (as many as fit if 0), fewer in each next cell."""
     generator = np.random.default_rng(n_cells)
     n_all = model.spec.vocab.n_genes
@@ -189,14 +191,14 @@ def _batch(model: FittedModel, n_cells: int, n_genes: int, longest: int) -> dict
     tokens = model.tokenizer(block)
     objective = model.objective
     arranged = objective.arrange(tokens, model.tokenizer, np.zeros(n_cells, dtype=np.int64), epoch=0, seed=0)
-    return {name: tensor[:, :longest].contiguous() for name, tensor in cast(dict[str, torch.Tensor], arranged).items()}
+    return {name: tensor[:, :longest].contiguous() for name, tensor in cast(_Batch, arranged).items()}
 
 
 def _program(
     model: FittedModel,
     encoder: nn.Module,
     names: tuple[str, ...],
-    batch: dict[str, torch.Tensor],
+    batch: _Batch,
     longest: int,
     formula: nn.Module | None,
     correction: float,
@@ -247,12 +249,7 @@ def _write_onnx(model: FittedModel, program: Any, names: tuple[str, ...], file: 
 
 
 def _parity(
-    model: FittedModel,
-    encoder: nn.Module,
-    names: tuple[str, ...],
-    batches: list[dict[str, torch.Tensor]],
-    file: Path,
-    correction: float,
+    model: FittedModel, encoder: nn.Module, names: tuple[str, ...], batches: list[_Batch], file: Path, correction: float
 ) -> dict[str, Any]:
     """Compare the results of the file and `encoder` on batches other than the traced batch."""
     computed = _runner(file, names)
@@ -299,12 +296,7 @@ def _runner(file: Path, names: tuple[str, ...]) -> Any:
 
 
 def _description(
-    model: FittedModel,
-    names: tuple[str, ...],
-    batch: dict[str, torch.Tensor],
-    longest: int,
-    file: Path,
-    parity: dict[str, Any],
+    model: FittedModel, names: tuple[str, ...], batch: _Batch, longest: int, file: Path, parity: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the metadata that is needed to use the file."""
     parts = model.spec.to_json()

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
     from scforge.finetuning.splits import Split
 
+type _Tensors = dict[str, torch.Tensor]
+
 _N_LANDMARKS = 2_000
 """Maximum number of training cells whose embeddings are saved with a model."""
 
@@ -155,9 +157,7 @@ class FittedModel:
         model.origin = replace(model.origin_at(folder), name=name, revision=revision)
         return model
 
-    def restore(
-        self, content: Mapping[str, Any], folder: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]
-    ) -> None:
+    def restore(self, content: Mapping[str, Any], folder: str | os.PathLike[str], tensors: _Tensors) -> None:
         """Restore the correction and the training record from the content of a folder of a model or an adapter."""
         batches = content.get("corrected_batches")
         self.correction = BatchCorrection.of_tensors(part_of(tensors, CORRECTION), batches, source=str(folder))
@@ -259,7 +259,7 @@ class FittedModel:
     def codes_to_correct(
         self, cells: Cells, correction: float, *, batch_key: str | None = None, rows: np.ndarray | None = None
     ) -> np.ndarray | None:
-        """Return codes of the batches of all cells, int64, shape (N,), or None if `correction` is 0.
+        """Return codes of the batches of all cells or those in `rows`, int64, or None if `correction` is 0.
 
         `batch_key` is the column of the cells, if it differs from that of the training cells.
         """
@@ -267,10 +267,12 @@ class FittedModel:
         if fitted is None:
             return None
         if self.is_query:
-            return np.full(len(cells), -1, dtype=np.int64)  # the mapping has moved them
-        # Other cells may have their batches in another column, but a task has its own.
-        key = batch_key if self.spec.tuning is None else None
-        return fitted.codes(cells, key or self.corrected_key, rows)
+            codes = np.full(len(cells), -1, dtype=np.int64)  # the mapping has moved them
+        else:
+            # Other cells may have their batches in another column, but a task has its own.
+            key = batch_key if self.spec.tuning is None else None
+            codes = fitted.codes(cells, key or self.corrected_key, rows)
+        return codes if rows is None else codes[rows]
 
     def corrected(self, embeddings: np.ndarray, codes: np.ndarray | None, correction: float) -> np.ndarray:
         """Return corrected embeddings of cells with the batches `codes`, or the same without codes."""
@@ -301,8 +303,7 @@ class FittedModel:
         """Return the model applied to cells."""
 
         def correct(embeddings: np.ndarray, rows: np.ndarray, correction: float) -> np.ndarray:
-            codes = self.codes_to_correct(cells, correction, rows=rows)
-            return self.corrected(embeddings, None if codes is None else codes[rows], correction)
+            return self.corrected(embeddings, self.codes_to_correct(cells, correction, rows=rows), correction)
 
         predictor = Predictor(self.module, self.tokenizer, self.objective, cells, batch_size)
         is_fitted = self.correction is not None and not self.is_query
@@ -460,7 +461,7 @@ class FittedModel:
             reference=reference,
         )
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> _Tensors:
         """Return the weights and the other tensors to save."""
         found = dict(self.module.state_dict())
         if self.landmarks is not None:
@@ -470,15 +471,12 @@ class FittedModel:
             found |= {f"{BASE}{name}": value for name, value in base.tensors().items()}
         return found
 
-    def own_tensors(self) -> dict[str, torch.Tensor]:
+    def own_tensors(self) -> _Tensors:
         """Return the tensors of the correction and of labeled cells, which adapters have, too."""
-        parts = {CORRECTION: self.correction, LABELED: self.labeled}
-        return {
-            f"{prefix}{name}": value
-            for prefix, part in parts.items()
-            if part is not None
-            for name, value in part.tensors().items()
-        }
+        found: _Tensors = {}
+        for prefix, part in {CORRECTION: self.correction, LABELED: self.labeled}.items():
+            found |= {} if part is None else {f"{prefix}{name}": value for name, value in part.tensors().items()}
+        return found
 
     def content(self) -> dict[str, Any]:
         """Return a JSON-safe description of the model."""
@@ -498,19 +496,9 @@ class FittedModel:
         }
 
     def write(
-        self,
-        dir_path: str | os.PathLike[str],
-        *,
-        weights: dict[str, torch.Tensor] | None = None,
-        card: str | None = None,
-        reference: CellSource | None = None,
-        overwrite: bool = True,
-        **parts: Any,
+        self, folder: str | os.PathLike[str], *, weights: _Tensors | None = None, card: str | None = None, **parts: Any
     ) -> None:
-        """Write a model folder with the `parts` of :func:`write_folder`.
-
-        If None, uses the weights of the module and a generated card.
-        """
+        """Write a folder with these `parts` (:func:`write_folder`), else the own weights and a generated card."""
         weights = self.tensors() if weights is None else weights
         for name, _ in self.module.named_parameters():
             if name in weights and not weights[name].isfinite().all():  # loading would refuse it
@@ -518,17 +506,9 @@ class FittedModel:
                     f"the model has NaN or infinite weights in {name!r} and is not saved; train it again with a lower "
                     "lr, or load an earlier checkpoint."
                 )
-        write_folder(
-            dir_path,
-            weights,
-            vocab=self.spec.vocab,
-            content=self.content(),
-            seen=self.seen,
-            card=self.card(reference=reference) if card is None else card,
-            reference=reference,
-            overwrite=overwrite,
-            **parts,
-        )
+        card = self.card(reference=parts.get("reference")) if card is None else card
+        parts = {"overwrite": True, "seen": self.seen, **parts}
+        write_folder(folder, weights, vocab=self.spec.vocab, content=self.content(), card=card, **parts)
 
 
 def changed_options(

@@ -19,7 +19,7 @@ from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, OptionError, suggest
 from scforge.estimators.fitted import FittedModel
 from scforge.estimators.genes import gene_numbers
-from scforge.estimators.sources import Model
+from scforge.estimators.setup import Model
 from scforge.models.components.gene_vectors import check_filled
 from scforge.models.protocol import GeneratedCells, GeneratingModule
 from scforge.tokenizers.base import Tokenizer
@@ -200,8 +200,7 @@ def class_numbers(condition: Any, conditions: Sequence[str] | None, n_cells: int
     names = list(condition) if pd.api.types.is_list_like(condition) else [str(condition)] * n_cells
     if len(names) != n_cells:
         raise OptionError(
-            f"has {len(names)} classes for {n_cells} cells; pass one class, or one per cell.",
-            argument="condition",
+            f"has {len(names)} classes for {n_cells} cells; pass one class, or one per cell.", argument="condition"
         )
     numbers_of = {name: i + 1 for i, name in enumerate(conditions)}
     if unknown := [name for name in names if not _is_missing(name) and name not in numbers_of]:

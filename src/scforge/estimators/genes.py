@@ -18,8 +18,7 @@ from scforge.data.genes import GeneMap
 from scforge.data.vocab import SPECIES, gene_table
 from scforge.errors import GeneMismatchError, OptionError, did_you_mean, listing
 from scforge.estimators.fitted import FittedModel
-from scforge.estimators.setup import setup_of
-from scforge.estimators.sources import Model, Source, source_of
+from scforge.estimators.setup import Model, Source, setup_of, source_of
 from scforge.insilico.imputation import check_predicts
 from scforge.training.objectives.base import Objective
 from scforge.training.predict import embed

@@ -24,8 +24,7 @@ from scforge.estimators.serialize import (
     shapes_of,
     spec_of_checkpoint,
 )
-from scforge.estimators.setup import class_in_place_of, class_of_architecture, set_up_like, setup_of
-from scforge.estimators.sources import Model
+from scforge.estimators.setup import Model, class_in_place_of, class_of_architecture, set_up_like, setup_of
 from scforge.estimators.transfer import reference_to_save
 from scforge.hub.finding import FoundModel, find_model, is_registry_name, kind_of_folder
 from scforge.hub.uploading import send_model
@@ -94,7 +93,7 @@ def load_found(
     prefix: str,
     adata: AnnData | Literal[False] | None = None,
     *,
-    base: Model | str | os.PathLike[str] | None = None,
+    base: Any = None,
     device: str | torch.device = "cpu",
     access: dict[str, Any] | None = None,
 ) -> Any:
@@ -130,12 +129,7 @@ def load_found(
 
 
 def _load_base(
-    cls: Any,
-    found: FoundModel,
-    prefix: str,
-    base: str | os.PathLike[str] | None,
-    device: str | torch.device,
-    access: dict[str, Any],
+    cls: Any, found: FoundModel, prefix: str, base: str | Path | None, device: Any, access: dict[str, Any]
 ) -> Any:
     """Load the base model of adapters, and verify its checksum."""
     revision = None

@@ -17,7 +17,7 @@ from scforge._registry import check_options
 from scforge.errors import NotTrainedWarning, OptionError, warn
 from scforge.estimators.encoder import Encoder, positions
 from scforge.estimators.genes import expression_table, gene_numbers
-from scforge.estimators.sources import source_of, write_embedding
+from scforge.estimators.setup import ready_cells, write_embedding
 from scforge.estimators.tasks import options_of
 from scforge.finetuning.base import Predictor
 from scforge.finetuning.mapping import FineTunedModule, QueryMapping
@@ -26,7 +26,7 @@ from scforge.training.objectives.base import OBJECTIVES
 from scforge.training.predict import run_over
 
 if TYPE_CHECKING:
-    from scforge.estimators.sources import Source
+    from scforge.estimators.setup import Source
     from scforge.finetuning.base import Task
     from scforge.training.objectives.base import Objective
 
@@ -215,9 +215,7 @@ class ScDiVa(Encoder):
                 correction=correction,
             )
         self._check_variational()
-        source = source_of(self, adata)
-        self.fitted.check_ready("its embedding is")
-        cells = self.open_cells(source)
+        source, cells = ready_cells(self, adata, "its embedding is")
         module: Any = self.fitted.backbone
         head = getattr(self.module, "head", None)
         mapping = head if isinstance(head, QueryMapping) else None
@@ -304,10 +302,9 @@ class ScDiVa(Encoder):
                 "the model learned no labels to predict; create the model with supervised=True, or fine-tune the model."
             )
         check_options("option of predict", "annotation", options, options_of(own_task.predict))
-        source, fitted = source_of(self, adata), self.fitted
-        fitted.check_ready("its predictions are")
-        classifier = FineTunedModule(fitted.backbone, _OwnHead(fitted.backbone))
-        predictor = Predictor(classifier, self.tokenizer, fitted.pretraining, self.open_cells(source), batch_size)
+        source, cells = ready_cells(self, adata, "its predictions are")
+        classifier = FineTunedModule(self.fitted.backbone, _OwnHead(self.fitted.backbone))
+        predictor = Predictor(classifier, self.tokenizer, self.fitted.pretraining, cells, batch_size)
         adata = source if isinstance(source, AnnData) else None
         return own_task.predict(predictor, adata, key_added=key_added, **options)
 
@@ -375,9 +372,7 @@ class ScDiVa(Encoder):
         scale = _scale_of(library_size)
         numbers = gene_numbers(self, self.vocab.genes if gene_list is None else gene_list, source=adata)
         batches = batch_numbers(self.fitted.pretraining, transform_batch)
-        source = source_of(self, adata)
-        self.fitted.check_ready("the expression that it decodes is")
-        cells = self.open_cells(source)
+        source, cells = ready_cells(self, adata, "the expression that it decodes is")
         module: Any = self.fitted.backbone
         columns = torch.from_numpy(numbers.astype(np.int64)).to(self.device)
 

@@ -236,7 +236,7 @@ def write_folder(
     card: str,
     overwrite: bool,
     seen: HeldOutRegistry | None,
-    reference: CellSource | None,
+    reference: CellSource | None = None,
     adata: AnnData | None = None,
     extra: Any = None,
 ) -> None:

@@ -1,11 +1,12 @@
-"""Fields and registries for scvi-tools, and setup of MuData and saved models."""
+"""Fields and registries for scvi-tools, setup of AnnData and MuData, and the cells that models read and write."""
 
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pandas as pd
@@ -17,16 +18,26 @@ from scvi.data.fields import CategoricalObsField, LayerField
 
 from scforge._checks import check_choice, check_known
 from scforge._columns import codes_among, labels_of, text_of, texts_of
+from scforge._constants import AUTO_KEY, UNS_KEY
+from scforge.data.cells import Cells
 from scforge.data.checks import check_adata, counts_of, gene_names, warn_if_transformed
 from scforge.data.readers import check_modality, shared_columns
 from scforge.errors import DataError, OptionError
 from scforge.models.registry import MODELS
 from scforge.training.datamodule import CellDataModule
 
+if TYPE_CHECKING:
+    from scforge.data.cells import CellSource
+    from scforge.estimators.fitted import FittedModel
+
 LAST = "_scvi_scforge_modality"
 """Key in ``mdata.uns`` for the modality that was set up last."""
 
 _PLACES = {"Encoder": "scforge.estimators.encoder", "ScDiVa": "scforge.estimators.scdiva"}
+
+
+type Source = AnnData | Cells | str | os.PathLike[str]
+"""A source of cells."""
 
 
 class GeneField(LayerField):
@@ -222,6 +233,53 @@ def register(cls: Any, adata: AnnData, setup: Mapping[str, Any]) -> None:
             cls._get_most_recent_anndata_manager(adata).update_setup_method_args({"modality": there["modality"]})
 
 
+class Model(Protocol):
+    """A model class, which holds a fitted model and the cells that it was created with."""
+
+    fitted: FittedModel
+    adata: Any
+    datamodule: CellDataModule | None
+    query_cells: Any
+    reference_cells: CellSource | None
+    base_model: Any
+    opened: list[Any]
+    train_indices_: Any
+    validation_indices_: Any
+
+    def open_cells(self, source: Any = None, **options: Any) -> Cells:
+        """Open cells over the genes of the model."""
+
+
+def training_source(model: Model) -> Any:
+    """Return the training cells, or None if the model was loaded without them."""
+    return model.adata if model.datamodule is None else model.datamodule.cells
+
+
+def source_of(model: Model, source: Source | None) -> Any:
+    """Return `source`, or the query or training cells if None; of a MuData, its modality."""
+    for cells in (source, model.query_cells, training_source(model)):
+        if cells is not None:
+            return adata_of(type(model), cells, model.fitted.setup.get("modality"))
+    raise OptionError(", but the model was loaded without adata; pass the cells.", adata=None)
+
+
+def ready_cells(model: Model, source: Source | None, what: str) -> tuple[Any, Cells]:
+    """Return a source and its cells over the genes of the model, and warn if `what` is random without training."""
+    source = source_of(model, source)
+    model.fitted.check_ready(what)
+    return source, model.open_cells(source)
+
+
+def write_embedding(
+    model: FittedModel, adata: AnnData, key: str, embedding: np.ndarray, cells: Cells, *, correction: float = 0.0
+) -> None:
+    """Write an embedding and its settings into the AnnData of the cells."""
+    key = model.obsm_key if key == AUTO_KEY else key
+    adata.obsm[key] = embedding
+    provenance = model.provenance_of(cells, embedding.shape[1], correction=correction)
+    adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), key: provenance}
+
+
 def bare_registry(model: str, setup: dict[str, Any]) -> dict[str, Any]:
     """Return a registry with setup arguments but no fields, for the model class named `model`."""
     return {
@@ -241,8 +299,7 @@ def datamodule_registry(
         raise OptionError("and datamodule both contain cells; pass only one of the two.", argument="adata")
     if not isinstance(data, CellDataModule):
         raise OptionError(
-            f"is of type {type(data).__name__!r}; pass a scforge.training.CellDataModule.",
-            argument="datamodule",
+            f"is of type {type(data).__name__!r}; pass a scforge.training.CellDataModule.", argument="datamodule"
         )
     setup = {"layer": None, "gene_key": None, "batch_key": data.batch_key, "labels_key": data.labels_key}
     return bare_registry(model, setup) if registry is None else registry

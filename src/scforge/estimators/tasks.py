@@ -13,8 +13,8 @@ from scforge.data.cells import Cells
 from scforge.data.vocab import GeneVocab
 from scforge.errors import NotTrainedWarning, OptionError, warn
 from scforge.estimators.fitted import FittedModel
-from scforge.estimators.sources import Model, training_source
-from scforge.finetuning.base import Evaluated, EvaluationContext, Predictor, Task
+from scforge.estimators.setup import Model, training_source
+from scforge.finetuning.base import Evaluated, Predictor, Task
 from scforge.finetuning.held_out import CellFingerprints
 from scforge.finetuning.splits import Split
 
@@ -90,33 +90,21 @@ def _warn_of_undecided(unclear: np.ndarray) -> None:
         )
 
 
-def evaluation_context(
-    model: Model,
-    base: Model | None,
-    source: Any,
-    cells: Cells,
-    scored: tuple[np.ndarray, Split | None],
-    parts: np.ndarray | None,
-    *,
-    baselines: bool,
-    batch_size: int,
-    **options: Any,
-) -> EvaluationContext:
-    """Return what a task is scored with: predictions of the model, and the cells that its baselines learn from.
+def parts_for_baselines(
+    model: Model, base: Model | None, source: Any, cells: Cells, split: Split | None, batch_size: int, *, needed: bool
+) -> dict[str, Any]:
+    """Return the parts of an EvaluationContext that baselines are trained on and scored with.
 
-    `scored` are the rows of `cells` to score, and the split if these are the cells of the fine-tuning; `parts` are the
-    parts of this split, if new cells are mapped.
+    `split` is that of the fine-tuning if `source`, opened as `cells`, are its cells.
     """
-    fitted, own, (rows, split) = model.fitted, training_source(model), scored
+    fitted, own = model.fitted, training_source(model)
     if split is not None:
         own = source  # the cells of the fine-tuning, maybe in another object
     own_cells = cells if own is None or source is own else model.open_cells(own)
     if own is not None and source is not own:
         split = fitted.split_of(own_cells)
-    train = None
-    if own is not None and split is not None:
-        train = fitted.predictor(own_cells, batch_size)
-    elif baselines:
+    has_own = own is not None and split is not None
+    if needed and not has_own:
         warn(
             "The cells used for fine-tuning are not available, so there are no baselines; load the model with these "
             "cells."
@@ -135,23 +123,19 @@ def evaluation_context(
 
     # Baselines use all genes over which the scored cells and those of the fine-tuning were opened.
     genes = None if isinstance(source, AnnData | str | os.PathLike) else source.vocab
-    train_cells = None if train is None else over_all_genes(own, genes)
-    if train_cells is None or source is own:
-        scored_cells = train_cells or cells
-    else:
+    train_cells = over_all_genes(own, genes) if has_own else None
+    scored_cells = train_cells or cells
+    if train_cells is not None and source is not own:
         scored_cells = over_all_genes(source, train_cells.vocab)
-    return EvaluationContext(
-        predictor=fitted.predictor_of_query(cells, batch_size, parts),
-        rows=rows,
-        train=train,
-        train_rows=None if split is None or train is None else split.train,
-        base=by_base(source, cells),
-        base_train=None if train is None else by_base(own, own_cells),
-        cells=scored_cells,
-        train_cells=train_cells,
-        baselines=baselines and train is not None,
-        **options,
-    )
+    return {
+        "train": fitted.predictor(own_cells, batch_size) if has_own else None,
+        "train_rows": split.train if has_own and split is not None else None,
+        "base": by_base(source, cells),
+        "base_train": by_base(own, own_cells) if has_own else None,
+        "cells": scored_cells,
+        "train_cells": train_cells,
+        "baselines": needed and has_own,
+    }
 
 
 def verdict(evaluated: Evaluated, place: str) -> str:

@@ -34,12 +34,7 @@ from scforge.finetuning.new_cells import LabeledCells, choose_labeled
 from scforge.finetuning.supervised import SupervisedTask
 from scforge.models.components.gene_vectors import check_filled
 from scforge.training.autotune import choose_precision, find_batch_size
-from scforge.training.checkpoint import (
-    OF_DATA,
-    SaveOptions,
-    SavingError,
-    check_settings,
-)
+from scforge.training.checkpoint import OF_DATA, SaveOptions, SavingError, check_settings
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import compiled, gradient_checkpointing, is_sharded, n_processes, root_device
 from scforge.training.fitting import FitResult, SaveBest, default_max_epochs, fit
@@ -50,7 +45,7 @@ from scforge.training.run_folder import RunFolder, check_state, read_state, writ
 
 if TYPE_CHECKING:
     from scforge.estimators.fitted import FittedModel
-    from scforge.estimators.sources import Model
+    from scforge.estimators.setup import Model
 
 logger = logging.getLogger("scforge")
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-import torch
 from anndata import AnnData
 
 from scforge._checks import check_count, check_key, check_known, check_share
@@ -16,9 +15,7 @@ from scforge._columns import labels_of, texts_of
 from scforge._constants import AUTO_KEY, OBSM_KEY, QUERY_KEY, UNS_KEY
 from scforge.data.cells import Cells, CellSource, cell_names
 from scforge.errors import DataError, OptionError, ScforgeError, warn
-from scforge.estimators.fitted import FittedModel
-from scforge.estimators.setup import setup_of
-from scforge.estimators.sources import Model, Source, source_of, training_source, write_embedding
+from scforge.estimators.setup import Model, Source, setup_of, source_of, training_source, write_embedding
 from scforge.finetuning.adapters import digest_of
 from scforge.finetuning.consensus import VIEWS, Labeled, consensus
 from scforge.finetuning.held_out import fingerprints
@@ -69,7 +66,6 @@ class _Reference(NamedTuple):
 def transfer_labels(
     model: Model,
     query: Source | None,
-    reference: Any,
     *,
     labels_key: str | None,
     method: str,
@@ -78,6 +74,7 @@ def transfer_labels(
     unknown: float | None,
     min_probability: float | None,
     broader: str | Mapping[str, str] | None,
+    reference: Any,
     batch_size: int,
 ) -> pd.DataFrame:
     """Transfer labels, see :meth:`scforge.models.Encoder.transfer_labels`."""
@@ -107,68 +104,55 @@ def transfer_labels(
             ", but the reference was set up without labels; pass an obs column of the reference.", labels_key=None
         )
     most = None if method == "knn" else MOST_CELLS
-    labeled = _reference_of(model, owner, reference, labels_key, most)
+    labeled = _labeled_cells(model, owner, reference, labels_key, most)
     # Query cells are moved onto the fixed reference.
     on_reference = replace(fitted.predictor(labeled.cells, batch_size), module=fitted.backbone)
     landmarks = on_reference.embedding(labeled.rows)
     predictor = fitted.predictor(model.open_cells(source), batch_size)
     if query is not None:
-        module: torch.nn.Module = fitted.backbone
+        module = fitted.backbone
         if fitted.landmarks is not None:
             module = FineTunedModule(module, fitted.mapping_of(predictor.cells))
         predictor = replace(predictor, module=module)
     embedding = predictor.embedding()
     parents = None if broader is None else broader_labels(broader, labeled.labels, labeled.cells.column)
-    categories = list(labeled.labels.categories)
     columns: dict[str, np.ndarray] = {}
     facts: dict[str, Any] = {}
-    is_unknown = sampled = None
     if method == "knn":
-        sizes = {"n_neighbors": n_neighbors, "n_classes": len(categories), "seed": fitted.seed}
+        sizes = {"n_neighbors": n_neighbors, "n_classes": len(labeled.labels.categories), "seed": fitted.seed}
         probabilities = neighbor_votes(landmarks, labeled.codes, embedding, **sizes)
     else:
-        sampled = labeled.cells.sample(len(labeled.rows), rows=labeled.rows)
-        of_reference = _batches_of(labeled.owner, labeled.source, labeled.cells)[labeled.rows]
-        voted = consensus(
-            Labeled(landmarks, sampled, of_reference, labeled.codes),
-            embedding,
-            predictor.cells,
-            _batches_of(model, source, predictor.cells),
-            len(categories),
-            views=VIEWS if method == "consensus" else VIEWS[:1],
-            seed=fitted.seed,
+        probabilities, columns, facts = _voted(model, labeled, landmarks, source, predictor.cells, embedding, method)
+    is_unknown = None if unknown is None else columns["p_value"] <= unknown
+    if unknown is not None and np.isnan(columns["p_value"]).all():
+        warn(
+            f"unknown={unknown} has no effect, because the reference has too few cells for p-values: "
+            f"{len(labeled.rows)}, and at least 50 are needed."
         )
-        probabilities = voted.probabilities
-        columns = {"agreement": voted.agreement} if method == "consensus" else {}
-        columns["p_value"] = voted.p_values
-        facts = {"temperature": voted.temperature, "weights": voted.weights, "n_batches": len(np.unique(of_reference))}
-        if unknown is not None:
-            is_unknown = columns["p_value"] <= unknown
-            if np.isnan(columns["p_value"]).all():
-                warn(
-                    f"unknown={unknown} has no effect, because the reference has too few cells for p-values: "
-                    f"{len(labeled.rows)}, and at least 50 are needed."
-                )
+    categories = list(labeled.labels.categories)
     label, probability = decide_labels(
         probabilities, categories, min_probability=min_probability, broader=parents, is_unknown=is_unknown
     )
     table = pd.DataFrame({"label": label, "probability": probability, **columns}, index=cell_names(predictor.cells))
     if isinstance(source, AnnData):
+        sampled = choose_labeled(labeled.codes, seed=fitted.seed)
+        names = np.array(categories, dtype=object)[labeled.codes[sampled]]
         facts |= {"method": method, "labels_key": labels_key, "n_reference": len(labeled.rows)}
-        if sampled is not None:
-            facts["n_in_reference"] = int(np.isin(fingerprints(predictor.cells), fingerprints(sampled)).sum())
+        facts |= {"gene_overlap": predictor.cells.overlap, "counts_kept": predictor.cells.counts_kept}
+        facts |= {"reference_embedding": landmarks[sampled], "reference_labels": names}
+        facts |= {"embedding_key": fitted.obsm_key, "model": digest_of(fitted.backbone)}
         key = f"scforge_{labels_key}_transferred" if key_added is None else key_added
-        _write(fitted, source, key, table, labeled, landmarks, predictor.cells, facts)
+        _write(source, key, table, {**fitted.provenance(), **facts})
         if source is not labeled.source and (fitted.is_query or source is not model.adata):
             write_embedding(fitted, source, AUTO_KEY, embedding, predictor.cells)
             made = source.uns[UNS_KEY][fitted.obsm_key]
-            made["model"] = source.uns[UNS_KEY][key]["model"]
+            made["model"] = facts["model"]
             if fitted.landmarks is not None:
                 made["task"] = "adaptation"  # as from load_query_data
     return table
 
 
-def _reference_of(model: Model, owner: Model | None, reference: Any, labels_key: str, most: int | None) -> _Reference:
+def _labeled_cells(model: Model, owner: Model | None, reference: Any, labels_key: str, most: int | None) -> _Reference:
     """Return at most `most` labeled cells to learn from: those of `owner` if `reference` is None or this model."""
     opener = model if owner is reference else owner or model
     if reference is None or owner is reference:
@@ -195,6 +179,22 @@ def _reference_of(model: Model, owner: Model | None, reference: Any, labels_key:
     return _Reference(source, cells, owner or opener, rows, codes.astype(np.int64)[rows], labels)
 
 
+def _voted(
+    model: Model, labeled: _Reference, landmarks: Any, source: Any, query: Cells, embedding: np.ndarray, method: str
+) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, Any]]:
+    """Return the class probabilities of query cells by a consensus, further columns of the table, and facts."""
+    sampled = labeled.cells.sample(len(labeled.rows), rows=labeled.rows)
+    batches = _batches_of(labeled.owner, labeled.source, labeled.cells)[labeled.rows]
+    reference, of_query = Labeled(landmarks, sampled, batches, labeled.codes), _batches_of(model, source, query)
+    views, n_classes = VIEWS if method == "consensus" else VIEWS[:1], len(labeled.labels.categories)
+    voted = consensus(reference, embedding, query, of_query, n_classes, views=views, seed=model.fitted.seed)
+    columns = {"agreement": voted.agreement} if method == "consensus" else {}
+    facts = {"temperature": voted.temperature, "weights": voted.weights, "n_batches": len(np.unique(batches))}
+    if isinstance(source, AnnData):
+        facts["n_in_reference"] = int(np.isin(fingerprints(query), fingerprints(sampled)).sum())
+    return voted.probabilities, {**columns, "p_value": voted.p_values}, facts
+
+
 def _batches_of(model: Model, source: Any, cells: Any) -> np.ndarray:
     """Return the batch of each cell by the setup of an AnnData or of this model; one batch without a key."""
     key = (setup_of(type(model), source) or model.fitted.setup).get("batch_key")
@@ -206,25 +206,11 @@ def _batches_of(model: Model, source: Any, cells: Any) -> np.ndarray:
     return np.where(found.codes >= 0, np.asarray(found, dtype=object), "").astype(str)
 
 
-def _write(
-    model: FittedModel,
-    adata: AnnData,
-    key: str,
-    table: pd.DataFrame,
-    labeled: _Reference,
-    landmarks: np.ndarray,
-    cells: Cells,
-    facts: dict[str, Any],
-) -> None:
-    """Write the labels into obs, and facts about the transfer with a sample of the reference into uns."""
+def _write(adata: AnnData, key: str, table: pd.DataFrame, facts: Mapping[str, Any]) -> None:
+    """Write labels into obs, and facts about the transfer into uns."""
     for column in table:
         adata.obs[key if column == "label" else f"{key}_{column}"] = table[column]
     for name in {"agreement", "p_value"} - set(table):  # of an earlier transfer by another method
         if f"{key}_{name}" in adata.obs:
             del adata.obs[f"{key}_{name}"]
-    sampled = choose_labeled(labeled.codes, seed=model.seed)
-    facts |= {"gene_overlap": cells.overlap, "counts_kept": cells.counts_kept}
-    names = np.array(list(labeled.labels.categories), dtype=object)
-    facts |= {"reference_embedding": landmarks[sampled], "reference_labels": names[labeled.codes[sampled]]}
-    facts |= {"embedding_key": model.obsm_key, "model": digest_of(model.backbone)}
-    adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), key: {**model.provenance(), **facts}}
+    adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), key: dict(facts)}

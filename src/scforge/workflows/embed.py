@@ -47,15 +47,11 @@ from scforge.errors import (
     GeneMismatchError,
     MissingFileError,
     ModelFileError,
-    NotTrainedWarning,
     OptionError,
     listing,
-    warn,
 )
 from scforge.estimators.encoder import Encoder
-from scforge.estimators.setup import setup_of
-from scforge.estimators.sources import source_of
-from scforge.models.components.gene_vectors import check_filled
+from scforge.estimators.setup import setup_of, source_of
 from scforge.training.predict import embed
 from scforge.workflows.models import load_named
 from scforge.workflows.outputs import check_ending
@@ -525,11 +521,9 @@ def embed_to(
     files = EmbeddingFiles(Path(output), overwrite=overwrite)
     if not isinstance(model, Encoder):
         model = load_named(model, f"model={str(model)!r} (--model)")
-    check_filled(model.module)
     fitted = model.fitted
+    fitted.check_ready("its embedding is")
     key = fitted.obsm_key if key == AUTO_KEY else key
-    if not model.is_trained_:
-        warn("The model is not trained; its embedding is random.", NotTrainedWarning)
     before = model.device
     model.to_device(chosen_device(device))
     try:
