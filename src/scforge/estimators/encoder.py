@@ -310,7 +310,7 @@ class Encoder(BaseModelClass, metaclass=Front):
         Parameters
         ----------
         fitted
-            The fitted model of another model, which is shared, not copied.
+            The fitted model of another model. Both models share the module.
         adata
             AnnData that :meth:`setup_anndata` was called on. If None, the model has no cells.
         datamodule
@@ -340,7 +340,7 @@ class Encoder(BaseModelClass, metaclass=Front):
         if model.adata is not None:  # raises an error if it has too few genes of the model
             key = model.registry_["setup_args"]["gene_key"]
             map_names(gene_names(model.adata, key), fitted.spec.vocab, var=model.adata.var, gene_key=key)
-        model._hold(fitted)
+        model._hold(copy.copy(fitted))
         return model
 
     @classmethod

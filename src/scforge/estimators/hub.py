@@ -129,7 +129,7 @@ def load_found(
 
 
 def _load_base(
-    cls: Any, found: FoundModel, prefix: str, base: str | Path | None, device: Any, access: dict[str, Any]
+    cls: Any, found: FoundModel, prefix: str, base: str | os.PathLike[str] | None, device: Any, access: dict[str, Any]
 ) -> Any:
     """Load the base model of adapters, and verify its checksum."""
     revision = None
