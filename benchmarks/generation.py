@@ -109,7 +109,10 @@ def main() -> None:
             f"{time.perf_counter() - trained:.0f} s, {torch.get_num_threads()} threads",
             flush=True,
         )
-        real, known = expression(model._cells(adata[held_out].copy())), expression(model._cells(adata[rest].copy()))
+        real, known = (
+            expression(model.open_cells(adata[held_out].copy())),
+            expression(model.open_cells(adata[rest].copy())),
+        )
         cells = {
             "model": generated.X.toarray(),
             "independent": independent(known, len(real), rng),

@@ -138,7 +138,7 @@ def sampled(
     """Yield the name of a cell type, or of all cells, and at most 1,000 of the cells."""
     for kind in kinds:
         rows = np.flatnonzero(adata.obs["cell_type"].astype(str) == kind) if kind != "all cells" else None
-        yield kind, model._cells(adata).sample(1000, rows=rows, seed=seed)
+        yield kind, model.open_cells(adata).sample(1000, rows=rows, seed=seed)
 
 
 def pathway(folder: Path, seed: int, epochs: int | None = None, least: int = 50) -> Iterator[tuple[str, str, float]]:
@@ -159,7 +159,7 @@ def pathway(folder: Path, seed: int, epochs: int | None = None, least: int = 50)
         model = Encoder(adata, n_top_genes=0, seed=seed)
         if method == "in silico shifts":
             model.train(epochs, progress_bar=False, accelerator="cpu")
-        cells = model._cells(controls)
+        cells = model.open_cells(controls)
         chosen = np.flatnonzero(cells.counts.getnnz(axis=0) >= least)
         embed_cells = partial(embed, model.module, tokenizer=model.tokenizer, objective=model.spec.build_objective())
         moves = mean_moves(cells, embed_cells, Perturbation("delete"), chosen[:, None])
@@ -168,7 +168,7 @@ def pathway(folder: Path, seed: int, epochs: int | None = None, least: int = 50)
         expression = log_expression(cells).toarray()[:, chosen]
         names = [model.vocab.genes[i] for i in chosen]
         yield from told("correlation of expression", np.corrcoef(expression.T), names)
-        everything = log_expression(model._cells(adata)).toarray()
+        everything = log_expression(model.open_cells(adata)).toarray()
         of = np.asarray(adata.obs["perturbation"].astype(str))
         targets = sorted({*of} - {"control"})
         means = np.stack([everything[of == target].mean(axis=0) for target in targets])

@@ -108,7 +108,7 @@ def report_on(train: AnnData, test: AnnData, mode: str, seed: int, args: argpars
 
 def expression(model: ScDiVa, adata: AnnData) -> np.ndarray:
     """Return log1p CP10K over the genes of the model, shape (cells, genes)."""
-    cells = model._cells(adata)
+    cells = model.open_cells(adata)
     scale = 1e4 / np.maximum(cells.totals, 1.0)
     return np.log1p(cells.counts.multiply(scale[:, None]).toarray()).astype(np.float32)
 

@@ -108,7 +108,7 @@ def usual(args: argparse.Namespace) -> dict[str, float]:
 
     model, data = parts(args, batch_size=args.batch, n_cells=args.cells)
     objective = model.spec.build_objective()
-    data.bind(model.tokenizer, objective, cells=model._cells(data.cells))
+    data.bind(model.tokenizer, objective, cells=model.open_cells(data.cells))
     torch.manual_seed(0)
     module = Usual(len(model.vocab), args.hidden, args.layers, args.heads, args.length)
     module.apply(init_weights)
@@ -144,7 +144,7 @@ def bare(args: argparse.Namespace) -> dict[str, float]:
 
     model, data = parts(args, batch_size=args.batch, n_cells=args.cells)
     objective = model.spec.build_objective()
-    data.bind(model.tokenizer, objective, cells=model._cells(data.cells))
+    data.bind(model.tokenizer, objective, cells=model.open_cells(data.cells))
     batches = list(data.train_dataloader())
     module = model.module.train()
     optimizer = make_optimizer(module, name="adamw", lr=args.lr, weight_decay=0.01)

@@ -63,7 +63,7 @@ def make(adata, name="masked_gene_prediction", **options):
 
 
 def bound(model) -> CellDataModule:
-    data = CellDataModule(model._cells(), validation_size=0.1, batch_size=32)
+    data = CellDataModule(model.open_cells(), validation_size=0.1, batch_size=32)
     data.bind(model.tokenizer, model.spec.build_objective())
     return data
 

@@ -22,6 +22,7 @@ import pandas as pd
 from sklearn.metrics import f1_score
 
 import scforge
+from scforge.estimators.transfer import reference_to_save
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -103,14 +104,14 @@ def main() -> None:
     # Genes of a named vocabulary have ids and symbols, so that cells may have either.
     model = scforge.models.Encoder(cells, vocab="human_protein_coding", n_top_genes=2_000, seed=0, **SIZES)
     model.train(progress_bar=False, accelerator="cpu", precision="32-true")
-    model._facts = model._facts.with_given(license="cc-by-4.0", data=ABOUT, citation=CITATION)
-    kept = model._reference_to_save(N_REFERENCE)
-    model._write(TARGET, overwrite=True, card=model._card(name=NAME, reference=kept), reference=kept)
+    model.fitted.facts = model.fitted.facts.with_given(license="cc-by-4.0", data=ABOUT, citation=CITATION)
+    kept = reference_to_save(model, N_REFERENCE)
+    model.fitted.write(TARGET, overwrite=True, card=model.fitted.card(name=NAME, reference=kept), reference=kept)
     table = scores(folder)
-    facts = model._facts.with_given(metrics=table, n_epochs=model.n_epochs_)
+    facts = model.fitted.facts.with_given(metrics=table, n_epochs=model.n_epochs_)
     named = tuple(replace(score, data="Kang et al. 2018, PBMC") for score in facts.scores)
-    model._facts = replace(facts, scores=named, table=f"{SCORED}\n\n{facts.table}")
-    model._write(TARGET, overwrite=True, card=model._card(name=NAME, reference=kept), reference=kept)
+    model.fitted.facts = replace(facts, scores=named, table=f"{SCORED}\n\n{facts.table}")
+    model.fitted.write(TARGET, overwrite=True, card=model.fitted.card(name=NAME, reference=kept), reference=kept)
     packed = BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as wheel:
         for file in TARGET.iterdir():

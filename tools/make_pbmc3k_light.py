@@ -29,21 +29,21 @@ def main() -> None:
     model.get_latent_representation()
     report = evaluate(adata, LabelPrediction("cell_type"), {"X_scforge": "model"}, title="pbmc3k-light")
     about = adata.uns["scforge_dataset"]
-    model._facts = model._facts.with_given(
+    model.fitted.facts = model.fitted.facts.with_given(
         license="cc-by-4.0",
         data=f"{about['title']}, 2,700 peripheral blood mononuclear cells of one healthy donor ({about['source']})",
         citation=about["citation"],
         metrics=report,
         n_epochs=model.n_epochs_,
     )
-    model._write(TARGET, overwrite=True, card=model._card(name=NAME))
+    model.fitted.write(TARGET, overwrite=True, card=model.fitted.card(name=NAME))
     for file in TARGET.iterdir():
         file.chmod(0o644)
     size = sum(file.stat().st_size for file in TARGET.iterdir())
     if size > MAX_BYTES:
         raise ValueError(f"{TARGET} has {size:,} bytes, more than {MAX_BYTES:,}; lower SIZES")
     scforge.models.Encoder.load(NAME, adata)
-    print(f"{TARGET.name}: {size / 1e6:.2f} MB\n{model._facts.table}")
+    print(f"{TARGET.name}: {size / 1e6:.2f} MB\n{model.fitted.facts.table}")
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def _train(config: str, overrides: list[str], *, quiet: bool = False, **options:
     model = train_from_config(loaded, progress_bar=not quiet, **options)
     if speaks:
         _say("\n".join(training_report(model, loaded)))
-    return INTERRUPTED if model._stopped else 0
+    return INTERRUPTED if model.fitted.stopped else 0
 
 
 def _finetune(
@@ -113,7 +113,7 @@ def _finetune(
     result = finetune_from_config(loaded, progress_bar=not quiet, resume=resume, overwrite=overwrite)
     if speaks:
         _say("\n".join(finetuning_report(result, loaded)))
-    return INTERRUPTED if result.model._stopped else 0
+    return INTERRUPTED if result.model.fitted.stopped else 0
 
 
 def _embed(source: str, model: str, output: str, *, quiet: bool = False, **options: Any) -> None:

@@ -55,7 +55,7 @@ def tuned(request: pytest.FixtureRequest, base: Encoder, cells: ad.AnnData) -> E
 @pytest.fixture
 def batch(tuned: Encoder) -> dict[str, torch.Tensor]:
     """Twelve training cells, as the training gets them: the same each time."""
-    split, bound = tuned._known_split(), tuned._cells()
+    split, bound = tuned.fitted.split_of(tuned.open_cells()), tuned.open_cells()
     task = tuned.spec.build_objective()
     task.bind(bound, split.train)
     tuned._bound_task = task
@@ -85,7 +85,7 @@ def test_the_batch_has_tokens_and_targets_and_the_head_gives_one_row_a_cell(tune
     assert output.logits.ndim == 2
     assert len(output.logits) == n
     assert output.logits.isfinite().all()
-    tokens = set(tuned.tokenizer(tuned._cells().block(np.arange(12))))
+    tokens = set(tuned.tokenizer(tuned.open_cells().block(np.arange(12))))
     assert not set(tuned._bound_task.targets(np.arange(12))) & TOKENS
     assert {"input_ids", "attention_mask"} <= set(batch)
     assert tokens - set(batch) <= {"values"}  # an objective may take them away

@@ -105,9 +105,9 @@ def test_reference_cells_have_no_names_and_the_card_tells_of_them(model: Encoder
     card = (tmp_path / "model" / "README.md").read_text()
     assert "240 labeled" in card
     assert "save(reference=False)" in card
-    reference = Encoder.load(tmp_path / "model")._reference
+    reference = Encoder.load(tmp_path / "model").reference_cells
     assert list(reference.obs) == ["cell_type", "donor"]
-    np.testing.assert_array_equal(reference.counts.toarray(), model._cells().counts.toarray())
+    np.testing.assert_array_equal(reference.counts.toarray(), model.open_cells().counts.toarray())
 
 
 def test_without_reference_cells_a_model_says_what_it_cannot_do(
@@ -126,7 +126,7 @@ def test_without_reference_cells_a_model_says_what_it_cannot_do(
 
 def test_fewer_cells_are_kept_of_each_type(model: Encoder, tmp_path: Path) -> None:
     model.save(tmp_path / "model", reference=30)
-    kept = Encoder.load(tmp_path / "model")._reference
+    kept = Encoder.load(tmp_path / "model").reference_cells
     assert len(kept) == 30
     assert kept.obs["cell_type"].value_counts().min() >= 5
     with raises(OptionError, "reference"):
@@ -147,7 +147,7 @@ def test_changed_cells_are_not_saved_and_the_model_is(tmp_path: Path) -> None:
     adata.X = adata.X * 0.37
     with pytest.warns(ScforgeWarning, match="No reference cells are saved with the model"):
         model.save(tmp_path / "model")
-    assert Encoder.load(tmp_path / "model")._reference is None
+    assert Encoder.load(tmp_path / "model").reference_cells is None
 
 
 def test_a_model_of_a_store_keeps_reference_cells(query: ad.AnnData, tmp_path: Path) -> None:
@@ -364,12 +364,12 @@ def test_other_cells_of_a_loaded_model_are_not_its_reference(model: Encoder, que
         loaded = Encoder.load(tmp_path / "model", attached)
         pd.testing.assert_frame_equal(scforge.annotate(query.copy(), loaded).labels, expected)
         loaded.save(tmp_path / "again", overwrite=True)
-        assert set(Encoder.load(tmp_path / "again")._reference.obs["cell_type"]) == set(KINDS)
+        assert set(Encoder.load(tmp_path / "again").reference_cells.obs["cell_type"]) == set(KINDS)
     other = Encoder.load(tmp_path / "model")
     table = model.transfer_labels(query.copy(), reference=other)
     pd.testing.assert_frame_equal(table, expected)
     other.save(tmp_path / "few", reference=6)
-    assert set(Encoder.load(tmp_path / "few")._reference.obs["cell_type"]) == set(KINDS)
+    assert set(Encoder.load(tmp_path / "few").reference_cells.obs["cell_type"]) == set(KINDS)
 
 
 def test_columns_of_an_earlier_method_do_not_stay(model: Encoder, query: ad.AnnData) -> None:

@@ -438,14 +438,14 @@ def test_cells_are_opened_again_where_they_have_changed(model: Encoder, monkeypa
     monkeypatch.setattr("scforge.estimators.base.open_cells", opened)
     before = model.get_latent_representation()
     model.adata.obs["number"] = np.arange(60)
-    assert model._cells().column("number").tolist() == list(range(60))
+    assert model.open_cells().column("number").tolist() == list(range(60))
     np.testing.assert_array_equal(model.get_latent_representation(), before)
     assert not opened.called, "training has opened them"
     change(model.adata)
     after = model.get_latent_representation()
     assert opened.call_count == 1
     copy = model.adata.copy()
-    Encoder.setup_anndata(copy, layer=model._setup_of(model.adata)["layer"])
+    Encoder.setup_anndata(copy, layer=model.fitted.setup["layer"])
     np.testing.assert_array_equal(after, model.get_latent_representation(copy))
     assert np.abs(after - before).max() > 0
 

@@ -38,7 +38,7 @@ def test_trained_saved_and_loaded(parts: dict, trained, quick: dict, tmp_path: P
 def test_what_it_takes_where_nothing_is_said(tiny_adata: ad.AnnData) -> None:
     Encoder.setup_anndata(tiny_adata)
     model = Encoder(tiny_adata, "masked_autoencoder")
-    spec = model._spec.to_json()
+    spec = model.spec.to_json()
     assert (spec["tokenizer"]["name"], spec["tokenizer"]["append_cls"]) == ("continuous_projection", False)
     assert spec["objective"] == {**VALUES, "mask_ratio": 0.75}
     assert (model.module.encoder_dim, model.module.decoder_dim, model.module.pooling) == (128, 64, "mean")
@@ -97,6 +97,6 @@ training: {max_epochs: 1, batch_size: 16, accelerator: cpu}
     )
     model = train_from_config(load_config("config.yaml"), progress_bar=False)
     # Masking without a named objective is meant for that of the architecture.
-    assert model._spec.objective == "masked_value_prediction"
-    assert model._spec.objective_options["mask_ratio"] == 0.5
+    assert model.spec.objective == "masked_value_prediction"
+    assert model.spec.objective_options["mask_ratio"] == 0.5
     assert (model.module.encoder_dim, model.module.value_loss) == (8, "negative_binomial")

@@ -179,7 +179,7 @@ def test_joint_trainings_keep_the_batches_of_the_first_reference(reference, dist
     column = again.objective.pretraining.batch_key
     assert column == joint.objective.pretraining.batch_key == "lane"
     assert again.objective.pretraining.batches == ["b0", "b1", "b3", "b2"]
-    assert set(again._data.cells.obs[column]) == {"b0", "b1", "b2"}
+    assert set(again.datamodule.cells.obs[column]) == {"b0", "b1", "b2"}
 
 
 def test_cells_of_the_reference_are_of_use_to_neighbors_alone(viewed, distant):
@@ -227,14 +227,16 @@ def test_adapters_take_the_query_out_of_the_space_of_the_reference(which, usual,
     before, embedded = weights(model), model.get_latent_representation(query, key_added=None)
     mapped = Encoder.load_query_data(query, model)
     np.testing.assert_allclose(mapped.get_latent_representation(key_added=None), embedded, atol=1e-5)
-    backbone = {name: p.clone() for name, p in mapped._backbone.named_parameters() if "base_layer" in name}
+    backbone = {name: p.clone() for name, p in mapped.fitted.backbone.named_parameters() if "base_layer" in name}
     mapped.get_latent_representation()
     mapped.predict()
     assert {key for key in query.obsm if "scforge" in key} == {"X_scforge", usual}
     with pytest.warns(ScforgeWarning, match=LEFT):
         mapped.train(max_epochs=2, batch_size=40, lr=1e-2, **QUIET)
     assert backbone
-    assert all(torch.equal(dict(mapped._backbone.named_parameters())[name], value) for name, value in backbone.items())
+    assert all(
+        torch.equal(dict(mapped.fitted.backbone.named_parameters())[name], value) for name, value in backbone.items()
+    )
     assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
     learned = mapped.get_latent_representation(key_added=None)
     assert np.abs(learned - embedded).max() > 1e-3
@@ -279,7 +281,7 @@ def test_genes_are_found_by_name(reference, query, caplog):
     np.testing.assert_allclose(moved.get_latent_representation(key_added=None), plain, atol=1e-5)
     fewer = Encoder.load_query_data(query[:, order[:45]].copy(), reference)
     fewer.train(max_epochs=1, batch_size=40, **QUIET)
-    assert fewer._cells().overlap == pytest.approx(0.75)
+    assert fewer.open_cells().overlap == pytest.approx(0.75)
     foreign = query.copy()
     foreign.var_names = [f"other{i}" for i in range(N_GENES)]
     with pytest.raises(GeneMismatchError):

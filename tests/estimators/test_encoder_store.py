@@ -74,7 +74,7 @@ def test_a_loaded_model_is_trained_on(data, tmp_path) -> None:
 
 def test_genes_are_chosen_from_training_cells(data, store, many_adata, monkeypatch) -> None:
     model = Encoder(datamodule=data(), **LIGHT)
-    trained = many_adata[StoreCells.open(store).names()[model._data.train_rows]].copy()
+    trained = many_adata[StoreCells.open(store).names()[model.datamodule.train_rows]].copy()
     assert set(model.vocab.genes) == set(select_genes(trained, n_top_genes=40).genes)
     sampled, sample = [], StoreCells.sample
 

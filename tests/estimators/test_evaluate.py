@@ -77,7 +77,7 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
     assert report.rows[0].kind == "supervised"
     assert "'scforge' learned from labels of other cells" in report.notes[-2]
     assert not report.verdicts()
-    learned = trained.adata[np.sort(tuned._seen.rows.train)].copy()
+    learned = trained.adata[np.sort(tuned.fitted.seen.rows.train)].copy()
     with pytest.raises(DataError, match="the model 'scforge' was fine-tuned on all of these .* contains their labels"):
         evaluate_models(tuned, learned, benchmarks="label_prediction", **QUICK)
 

@@ -137,7 +137,7 @@ def test_a_correction_that_cannot_be_exported(integrated: Encoder, models, tiny_
     ):
         with pytest.raises(OptionError, match=message):
             model.export(tmp_path / "out", **({"format": "torch"} | options))
-    integrated._landmarks = None
+    integrated.fitted.landmarks = None
     with pytest.warns(ScforgeWarning, match="the query is not mapped onto the reference"):
         query = Encoder.load_query_data(tiny_adata[:20].copy(), integrated)
     with raises(OptionError, "correction"):

@@ -18,12 +18,17 @@ from lightning.pytorch.callbacks import Callback
 
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, ScforgeWarning, TrainingError
 from scforge.estimators import Encoder
+from scforge.estimators.training import calibrate, training_data
 from scforge.models._utils import count_parameters
 from scforge.testing import raises
-from scforge.training import CellDataModule
+from scforge.training import CellDataModule, TrainOptions
 
 QUICK = {"max_epochs": 1, "batch_size": 32, "progress_bar": False, "accelerator": "cpu", "num_threads": 0}
 SMALL = {"hidden_dim": 16, "num_layers": 3, "num_heads": 2, "ffn_dim": 16, "n_top_genes": 60, "dropout": 0.0}
+
+
+def split_of(model: Encoder) -> Any:
+    return model.fitted.split_of(model.open_cells())
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +72,7 @@ def adapted(base: Encoder, cells: ad.AnnData) -> Encoder:
 
 
 def changed(base: Encoder, tuned: Encoder) -> set[str]:
-    after = tuned._backbone.state_dict()
+    after = tuned.fitted.backbone.state_dict()
     return {name for name, value in base.module.state_dict().items() if not value.equal(after[name])}
 
 
@@ -78,7 +83,7 @@ def test_the_base_model_stays_as_it_is(base: Encoder, tune: Callable[..., Encode
     tuned.save(tmp_path / "adapter", adapter_only=True)
     adapted = Encoder.load(tmp_path / "adapter", base=base)
     adapted.merge_adapter()
-    assert all(parameter.requires_grad for parameter in adapted._backbone.parameters())
+    assert all(parameter.requires_grad for parameter in adapted.fitted.backbone.parameters())
     assert base.spec.tuning is None
     assert all(value.equal(before[name]) for name, value in base.module.state_dict().items())
     assert [parameter.requires_grad for parameter in base.module.parameters()] == wanted
@@ -109,9 +114,9 @@ def test_differences_from_baselines_have_intervals(annotator: Encoder, cells: ad
         is_tie = row["low"] <= 0 <= row["high"]
         assert (row["verdict"] == "tie") == is_tie or row["verdict"] == ""
     row = table.loc[("majority_class", "accuracy")]
-    test = annotator._known_split().test
+    test = split_of(annotator).test
     truth, found = cells.obs["group"].astype(str).iloc[test], annotator.predict(cells)["label"].astype(str).iloc[test]
-    most = cells.obs["group"].astype(str).iloc[annotator._known_split().train].mode()[0]
+    most = cells.obs["group"].astype(str).iloc[split_of(annotator).train].mode()[0]
     gain = (found == truth).astype(float) - (truth == most)
     assert row["high"] - row["difference"] == pytest.approx(1.96 * gain.std() / np.sqrt(len(gain)), rel=0.35)
     assert row["verdict"] == "better"
@@ -139,7 +144,7 @@ def test_differences_from_baselines_have_intervals(annotator: Encoder, cells: ad
 @pytest.mark.filterwarnings("ignore:The cells used for fine-tuning are not available")
 def test_cells_are_known_by_their_counts(annotator: Encoder, cells, many_adata: ad.AnnData, saved: Path) -> None:
     """Neither names, nor the order, nor columns, nor the kind of file make cells new that a model learned from."""
-    split, loaded = annotator._known_split(), Encoder.load(saved)
+    split, loaded = split_of(annotator), Encoder.load(saved)
     renamed = cells[::-1].copy()
     renamed.obs_names = [f"other{i}" for i in range(renamed.n_obs)]
     cells.write_h5ad(saved.parent / "cells.h5ad")
@@ -153,7 +158,7 @@ def test_cells_are_known_by_their_counts(annotator: Encoder, cells, many_adata: 
     metrics = loaded.evaluate(many_adata[300:340].copy())
     assert (metrics.loc["scforge", "n_scored"], list(metrics.index)) == (40, ["scforge"])
     with raises(OptionError, "datamodule"):
-        annotator.train(1, datamodule=CellDataModule(annotator._cells()), progress_bar=False)
+        annotator.train(1, datamodule=CellDataModule(annotator.open_cells()), progress_bar=False)
     fewer = cells[np.sort(np.concatenate([split.train[5:], split.test[:4]]))].copy()
     model = Encoder.load(saved, fewer)
     with pytest.warns(ScforgeWarning, match="these cells are not scored"):
@@ -197,7 +202,7 @@ def test_freezing(base: Encoder, tune: Callable[..., Encoder]) -> None:
     assert not any("embedding" in name for name in first)
     options = {"schedule": "constant", "warmup_steps": 0, "probe_first": False, "weight_decay": 0.0}
     name = next(name for name, p in base.module.named_parameters() if p.ndim > 1)
-    plain, decayed = (tune(layer_lr_decay=decay, **options)._backbone.state_dict()[name] for decay in (None, 0.1))
+    plain, decayed = (tune(layer_lr_decay=decay, **options).fitted.backbone.state_dict()[name] for decay in (None, 0.1))
     before = base.module.state_dict()[name]
     assert (decayed - before).abs().mean() < 0.1 * (plain - before).abs().mean(), "layers below learn slower"
 
@@ -214,7 +219,7 @@ def test_fine_tuning_leaves_the_setup_of_the_cells_as_it_is(cells: ad.AnnData) -
         assert len(getattr(first, f"{part}_indices")) == rows
     second = model.finetune("annotation", **QUICK)
     assert [tuned.spec.tuning.task_options["labels_key"] for tuned in (first, second)] == ["group", "kind"]
-    assert first._setup["labels_key"] == "group"
+    assert first.fitted.setup["labels_key"] == "group"
 
 
 def test_a_split_without_cells_to_select_the_best_epoch_by(cells: ad.AnnData) -> None:
@@ -231,7 +236,7 @@ def test_a_split_without_cells_to_select_the_best_epoch_by(cells: ad.AnnData) ->
         model.finetune("annotation", split_by="donor", **QUICK)
     with raises(DataError, "split_by"):
         model.finetune("annotation", split_by="donor", **QUICK)
-    split = model.finetune("annotation", split_by="donor", validation_size=0, **QUICK)._known_split()
+    split = split_of(model.finetune("annotation", split_by="donor", validation_size=0, **QUICK))
     assert [adata.obs["donor"].iloc[rows].nunique() for rows in (split.train, split.test)] == [1, 1]
     adata.obs["donor"] = "a"
     with raises(DataError, "split_by"):
@@ -267,7 +272,7 @@ def test_adapters_in_a_folder(base: Encoder, adapted: Encoder, cells: ad.AnnData
     again, loaded = Encoder.load(tmp_path / "adapter", base=base), Encoder.load(tmp_path / "whole", cells)
     for model in (again, loaded):
         pd.testing.assert_frame_equal(model.predict(cells.copy()), expected)
-    assert again._backbone.state_dict().keys() == adapted._backbone.state_dict().keys()
+    assert again.fitted.backbone.state_dict().keys() == adapted.fitted.backbone.state_dict().keys()
     loaded.merge_adapter()
     merged = loaded.predict(cells.copy())["confidence"]
     np.testing.assert_allclose(merged, expected["confidence"], atol=1e-5)
@@ -293,20 +298,20 @@ def test_adapters_in_a_folder(base: Encoder, adapted: Encoder, cells: ad.AnnData
 
 
 def test_parts_of_the_split(annotator: Encoder, tune: Callable[..., Encoder], cells: ad.AnnData) -> None:
-    split = annotator._known_split()
+    split = split_of(annotator)
     parts = [split.train, split.validation, split.test]
     np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(200))
     assert [len(part) for part in parts] == [160, 20, 20]
     for part in parts:
         assert (cells.obs["group"].iloc[part] == "a").mean() == 0.5
     np.testing.assert_array_equal(annotator.train_indices_, split.train)
-    by_donor = tune(split_by="donor", validation_size=0.2, test_size=0.2)._known_split()
+    by_donor = split_of(tune(split_by="donor", validation_size=0.2, test_size=0.2))
     donors = [set(cells.obs["donor"].iloc[part]) for part in (by_donor.train, by_donor.validation, by_donor.test)]
     assert all(donors)
     assert not donors[0] & donors[1] | donors[0] & donors[2] | donors[1] & donors[2]
     adata = cells.copy()
     adata.obs["part"] = np.array(["train", "validation", "test", None], dtype=object)[np.arange(200) // 50]
-    split = tune(adata=adata, split_key="part")._known_split()
+    split = split_of(tune(adata=adata, split_key="part"))
     np.testing.assert_array_equal(split.test, np.arange(100, 150))
 
 
@@ -314,7 +319,7 @@ def test_cells_without_label_take_no_part(tune: Callable[..., Encoder], cells: a
     adata = cells.copy()
     adata.obs["group"] = adata.obs["group"].where(np.arange(200) >= 60)
     model = tune(adata=adata)
-    split = model._known_split()
+    split = split_of(model)
     assert min(map(np.min, (split.train, split.validation, split.test))) >= 60
     assert len(model.predict(adata)) == 200
 
@@ -354,7 +359,7 @@ def test_adapters_need_no_second_base(base: Encoder, adapted: Encoder, tmp_path:
     adapted.save(tmp_path / "adapter", adapter_only=True)
     again = Encoder.load(tmp_path / "adapter", base=base)
     memory = {parameter.data_ptr() for parameter in base.module.parameters()}
-    assert {parameter.data_ptr() for parameter in again._backbone.parameters()} >= memory
+    assert {parameter.data_ptr() for parameter in again.fitted.backbone.parameters()} >= memory
     assert again.spec == adapted.spec
 
 
@@ -373,11 +378,11 @@ def test_a_training_that_fails_leaves_calibrated_confidence(annotator: Encoder, 
         model.train(**longer, callbacks=[SpoilWeights()])
     assert model.n_epochs_ > 3
     found = model.module.head.temperature.clone()
-    model._calibrate(model._training_data(None, model.spec.build_objective()))
+    calibrate(model.fitted, training_data(model, model.spec.build_objective(), TrainOptions()))
     assert found.item() == model.module.head.temperature.item() != 1.0
     model = Encoder.load(saved, annotator.adata)
-    calibrate = "scforge.finetuning.tasks.annotation.Annotation.calibrate"
-    monkeypatch.setattr(calibrate, Mock(side_effect=RuntimeError("no memory")))
+    method = "scforge.finetuning.tasks.annotation.Annotation.calibrate"
+    monkeypatch.setattr(method, Mock(side_effect=RuntimeError("no memory")))
     with (
         pytest.warns(ScforgeWarning, match="could not be calibrated: no memory"),
         pytest.raises(TrainingError, match="lower the learning rate"),
@@ -423,4 +428,4 @@ def test_an_evaluation_of_a_file_has_the_baselines_of_an_adata(annotator, many_a
     assert len(of_adata) > 3
     pd.testing.assert_frame_equal(annotator.evaluate(str(tmp_path / "query.h5ad")), of_adata)
     # Cells that were opened over some genes: the baselines learn from the same ones.
-    assert list(annotator.evaluate(annotator._cells(query)).index) == list(of_adata.index)
+    assert list(annotator.evaluate(annotator.open_cells(query)).index) == list(of_adata.index)

@@ -8,6 +8,7 @@ import pytest
 
 from scforge.errors import OptionError, ScforgeWarning
 from scforge.estimators import Encoder
+from scforge.estimators.tasks import learned_labels_of
 from scforge.testing import raises
 from scforge.training import CellDataModule
 
@@ -32,12 +33,12 @@ def annotator(data: Cut) -> Encoder:
 
 
 def learned_rows(model: Encoder) -> np.ndarray:
-    split = model._known_split()
+    split = model.fitted.split_of(model.open_cells())
     return np.sort(np.concatenate([split.train, split.validation]))
 
 
 def found(model: Encoder, adata: ad.AnnData) -> np.ndarray:
-    return np.flatnonzero(model._learned_labels_of(model._cells(adata)))
+    return np.flatnonzero(learned_labels_of(model.fitted, model.open_cells(adata)))
 
 
 def n_scored(model: Encoder, adata: Any = None) -> int:
@@ -47,8 +48,8 @@ def n_scored(model: Encoder, adata: Any = None) -> int:
 def test_labels_of_any_stage_are_remembered(annotator: Encoder, data: Cut, tmp_path: Path) -> None:
     first = learned_rows(annotator)
     np.testing.assert_array_equal(found(annotator, data()), first)
-    assert not len(found(annotator._base, data()))
-    unlabeled = annotator._base.finetune("integration", data(), batch_key="donor", labels_key="group", **QUICK)
+    assert not len(found(annotator.base_model, data()))
+    unlabeled = annotator.base_model.finetune("integration", data(), batch_key="donor", labels_key="group", **QUICK)
     assert not len(found(unlabeled, data()))
     integrated = annotator.finetune("integration", data(0, 240), batch_key="donor", **QUICK)
     np.testing.assert_array_equal(found(integrated, data(0, 240)), first)
@@ -65,7 +66,7 @@ def test_labels_of_any_stage_are_remembered(annotator: Encoder, data: Cut, tmp_p
 
 def test_held_out_cells_whose_labels_an_earlier_stage_learned(annotator: Encoder, data: Cut) -> None:
     again = annotator.finetune("annotation", data(), labels_key="kind", seed=7, test_size=0.3, **QUICK)
-    test = again._known_split().test
+    test = again.fitted.split_of(again.open_cells()).test
     left = np.setdiff1d(test, learned_rows(annotator))
     assert 0 < len(left) < len(test)
     with pytest.warns(ScforgeWarning, match=f"of the {len(test)} fine-tuning test cells; these cells are not"):
@@ -80,14 +81,16 @@ def test_cells_of_a_data_module_are_remembered(annotator: Encoder, data: Cut, tm
     first, others, rows = learned_rows(annotator), data(200, 260), np.arange(40)
     for adata in (data(), None):
         model = Encoder.load(tmp_path / "model", adata)
-        module = CellDataModule(model._cells(others), train_rows=rows[:30], validation_rows=rows[30:], batch_size=16)
+        module = CellDataModule(
+            model.open_cells(others), train_rows=rows[:30], validation_rows=rows[30:], batch_size=16
+        )
         model.train(datamodule=module, **PLAIN)
         np.testing.assert_array_equal(found(model, data(0, 260)), [*first, *range(200, 240)])
         model.save(tmp_path / "more", overwrite=True)
         np.testing.assert_array_equal(found(Encoder.load(tmp_path / "more"), others), rows)
     bare = Encoder.load(tmp_path / "model")
     with raises(OptionError, "datamodule"):
-        bare.train(datamodule=CellDataModule(bare._cells(data())), **PLAIN)
+        bare.train(datamodule=CellDataModule(bare.open_cells(data())), **PLAIN)
 
 
 @pytest.mark.filterwarnings("ignore:.*genes")

@@ -110,7 +110,7 @@ def test_prompts(model: Encoder):
     some = model.adata[5:9].copy()
     continued = model.generate(prompt=some)
     assert list(continued.obs_names) == ["cell5", "cell6", "cell7", "cell8"]
-    tokens = model.tokenizer(model._cells(some).block(np.arange(4)))
+    tokens = model.tokenizer(model.open_cells(some).block(np.arange(4)))
     for row, bins in enumerate(continued.layers["bins"].toarray()):
         mask = tokens["input_ids"][row] >= model.vocab.n_special
         kept = (tokens["input_ids"][row][mask] - model.vocab.n_special).numpy()

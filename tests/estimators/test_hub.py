@@ -227,7 +227,7 @@ def test_adapters_in_folders_know_the_way_to_their_model(model: Encoder, annotat
     shutil.rmtree(tmp_path / "b" / "base")
     with pytest.raises(MissingFileError):
         Encoder.load(tmp_path / "b" / "adapter")
-    for base in (model, Encoder.load(tmp_path / "b" / "adapter", base=model)._base):
+    for base in (model, Encoder.load(tmp_path / "b" / "adapter", base=model).base_model):
         again = Encoder.load(tmp_path / "before", base=base)
         same_predictions(again, annotator, model.adata)
 
@@ -253,4 +253,4 @@ def test_a_copy_knows_where_it_was_fetched(hub, model, annotator, quick: dict, t
     model.train(**quick)
     model.save("later")
     shutil.copytree("later", "other", dirs_exist_ok=True)
-    assert Encoder.load("other")._origin.name is None, "it is another model now"
+    assert Encoder.load("other").fitted.origin.name is None, "it is another model now"

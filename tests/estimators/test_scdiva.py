@@ -63,7 +63,7 @@ def test_posterior(trained) -> None:
     np.testing.assert_allclose(model.adata.obs["scforge_uncertainty"], variance.mean(axis=1), rtol=1e-6)
     assert model.adata.uns["scforge"]["X_scforge"]["n_latent"] == 4
     # The dense interface of the module gives the same.
-    cells = model._cells()
+    cells = model.open_cells()
     profile = torch.from_numpy(np.log1p(cells.counts.toarray() * (1e4 / cells.totals[:, None]))).float()
     with torch.inference_mode():
         found = model.module.encode(profile)

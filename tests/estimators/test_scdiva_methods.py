@@ -47,7 +47,7 @@ def test_vectors_of_genes(cells: ad.AnnData) -> None:
 def test_states_of_genes_are_of_cells_where_they_had_room(cells: ad.AnnData) -> None:
     model = made(cells)
     states = model.get_gene_embeddings(contextual=True, key_added=None).to_numpy()
-    tokens = model.tokenizer(model._cells(cells).block(np.arange(60)))
+    tokens = model.tokenizer(model.open_cells(cells).block(np.arange(60)))
     room = tokens["input_ids"][:, :8] - model.vocab.n_special
     np.testing.assert_array_equal(np.isnan(states).all(axis=1), ~np.isin(np.arange(40), room))
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_states_of_genes_are_of_cells_where_they_had_room(cells: ad.AnnData) -> 
 def test_attention_is_of_cells_where_genes_had_room(cells: ad.AnnData) -> None:
     model = made(cells)
     graph = model.get_attention(top_k=40, min_cells=1, key_added=None)
-    tokens = model.tokenizer(model._cells(cells).block(np.arange(60)))
+    tokens = model.tokenizer(model.open_cells(cells).block(np.arange(60)))
     with torch.no_grad():
         weights = model.module.eval()(**tokens, return_logits=False, output_attentions=True).attentions[-1].mean(dim=1)
     genes = (tokens["input_ids"][:, :8] - model.vocab.n_special).tolist()
@@ -157,7 +157,7 @@ def test_values_of_genes(model: ScDiVa, cells: ad.AnnData) -> None:
 
 
 def test_a_value_is_not_predicted_from_itself(model: ScDiVa, cells: ad.AnnData) -> None:
-    tokens = model.tokenizer(model._cells(cells).block(np.arange(6)))
+    tokens = model.tokenizer(model.open_cells(cells).block(np.arange(6)))
     hidden = tokens["input_ids"] == model.vocab.n_special
     assert hidden.any()
     found = [

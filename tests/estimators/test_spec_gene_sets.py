@@ -85,7 +85,7 @@ def test_the_model_leaves_out_genes_that_some_do_not_measure(route: str, files: 
         model = Encoder(**given, hidden_dim=8)
     assert set(model.vocab.genes) == {f"G{i}" for i in range(N_GENES - N_LACKING)}
     assert model.tokenizer.library_size == "vocabulary"
-    block = model._cells().block(np.array([0, 300]))
+    block = model.open_cells().block(np.array([0, 300]))
     assert block.totals.tolist() == [block.counts[: block.indptr[1]].sum(), block.counts[block.indptr[1] :].sum()]
     with warnings.catch_warnings():
         warnings.simplefilter("error", ScforgeWarning)

@@ -52,14 +52,14 @@ def test_trained_and_saved_without_the_table(
     options = SMALL[architecture] | {"pooling": pooling}
     before, model = build(*arguments, **options), trained(*arguments, **options, train={"lr": 0.05})
     assert changed(before, model) == {"projection.weight", "learned.weight"} | (set() if freeze else {"vectors.weight"})
-    assert model._spec.model_options["gene_vectors"] == {"dim": D, "learned": 4 + 20, "frozen": freeze}
+    assert model.spec.model_options["gene_vectors"] == {"dim": D, "learned": 4 + 20, "frozen": freeze}
     embedding = model.get_latent_representation()
     model.save(tmp_path / "model")
     table.unlink()
     again = Encoder.load(tmp_path / "model", tiny_adata)
     np.testing.assert_array_equal(again.get_latent_representation(), embedding)
     assert again.tokenizer.config() == model.tokenizer.config()
-    assert again._spec == model._spec
+    assert again.spec == model.spec
     assert str(table) not in (tmp_path / "model" / "config.json").read_text()
     again.train(**quick)
     assert again.n_epochs_ == 4
@@ -109,7 +109,7 @@ def test_special_tokens_are_added_to_the_vocabulary(architecture, name, build, t
     assert usual == ("<pad>", "<unk>", "<mask>", "<cls>")
     model = trained(architecture, {**parts, "append_eos": True}, **SMALL[architecture])
     assert model.vocab.special_tokens == (*usual, "<eos>")
-    batch = model.tokenizer(model._cells().block(np.arange(3)))
+    batch = model.tokenizer(model.open_cells().block(np.arange(3)))
     ends = batch["input_ids"].gather(1, batch["attention_mask"].sum(dim=1, keepdim=True) - 1)
     assert (ends == model.vocab.eos_id).all()
     before = model.get_latent_representation()
@@ -130,7 +130,7 @@ def test_published_vocabularies_train(version, architecture, objective, trained,
     vocab, bare = RankValueTokenizer.from_geneformer((tokens, medians), version).vocab, {"append_cls": False}
     model = trained(architecture, bare | {"name": "rank_value"}, objective, vocab=vocab, n_top_genes=None)
     assert model.vocab == vocab, "ids stay those that were published"
-    ids = model.tokenizer(model._cells().block(np.arange(60)))["input_ids"]
+    ids = model.tokenizer(model.open_cells().block(np.arange(60)))["input_ids"]
     assert int(ids.max()) == len(vocab) - 1
     before = model.get_latent_representation()
     model.save(tmp_path / "model")

@@ -19,7 +19,7 @@ from scforge.testing import raises
 
 
 def batch_of(model: Encoder, adata: ad.AnnData, n_cells: int) -> dict[str, torch.Tensor]:
-    block = model._cells(adata).block(np.arange(n_cells))
+    block = model.open_cells(adata).block(np.arange(n_cells))
     batch = dict(model.tokenizer(block))
     assert not batch["attention_mask"].all(), "the test is about padding, too"
     return batch

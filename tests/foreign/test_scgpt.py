@@ -107,7 +107,7 @@ def compare(theirs: TransformerModel, model: Encoder, tokens: dict[str, int], ba
 
 
 def batch_of(model: Encoder, adata: ad.AnnData, n_cells: int) -> dict[str, torch.Tensor]:
-    return dict(model.tokenizer(model._cells(adata).block(np.arange(n_cells))))
+    return dict(model.tokenizer(model.open_cells(adata).block(np.arange(n_cells))))
 
 
 @pytest.mark.parametrize("names", [dict, flash_names], ids=["torch", "flash"])
@@ -138,7 +138,7 @@ def test_embeddings_of_length_one(write, tokens, tiny_adata: ad.AnnData, tmp_pat
 def test_hidden_values_are_those_of_scgpt(write, tokens, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
     theirs = write(tokens)
     model = Encoder.from_checkpoint(tmp_path / "scgpt", family="scgpt", cls_value=0.0)
-    block = model._cells(tiny_adata).block(np.arange(8))
+    block = model.open_cells(tiny_adata).block(np.arange(8))
     batch = model.objective.prepare(block, model.tokenizer, epoch=0, seed=0)
     there = torch.tensor([tokens.get(name, -1) for name in model.vocab.tokens])
     values = batch["values"].masked_fill(batch["masked_positions"], -1.0)

@@ -97,7 +97,7 @@ def test_names_of_scmodelforge(scheme: str, tmp_path: Path, capsys: pytest.Captu
     folder = resolve("scforge://pbmc3k-light")
     assert (is_registry_name(name), is_hub_name(name)) == (True, False)
     assert resolve(name) == resolve(f"{name}@1") == check_model_folder(name, "finetune.base_model") == folder
-    assert Encoder.load(name, False)._origin.name == "scforge://pbmc3k-light@1"
+    assert Encoder.load(name, False).fitted.origin.name == "scforge://pbmc3k-light@1"
     assert main(["pull", name, "-o", str(tmp_path / "here")]) == 0
     with pytest.raises(OptionError, match=rf"name='{scheme}://geneformer-v2' is not in the registry .known: "):
         resolve(f"{scheme}://geneformer-v2")

@@ -210,7 +210,7 @@ def test_a_model_card_of_hostile_facts(tmp_path: Path) -> None:
     table = pd.DataFrame({"macro_f1": [0.5, 0.4]}, index=["scforge", "a|b\n<script>"])
     table["kind"] = ["model", "baseline"]
     facts = {"data": ["<script>x</script>", "a\n# b"], "license": "<b>", "citation": "<i>me</i>", "metrics": table}
-    model._facts = CardFacts(checkpoint="a, `[x](http://evil)`").with_given(**facts)
+    model.fitted.facts = CardFacts(checkpoint="a, `[x](http://evil)`").with_given(**facts)
     model.save(tmp_path / "model")
     text = (tmp_path / "model/README.md").read_text().partition("\n---\n")[2]
     assert "<script" not in text

@@ -82,7 +82,7 @@ def of_model(path: Path, cells: ad.AnnData) -> str:
 
 def of_annotator(path: Path, cells: ad.AnnData) -> str:
     model = Encoder.load(path, adata=cells.copy())
-    split = model._known_split()
+    split = model.fitted.split_of(model.open_cells())
     assert split is not None
     return digest(model.predict(cells.copy()).to_csv(), split.train, split.validation, split.test, *of_weights(model))
 

@@ -36,7 +36,7 @@ def train(model: Encoder) -> None:
 def embed(model: Encoder) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the model is not trained
-        model.get_latent_representation(model._data.cells)
+        model.get_latent_representation(model.datamodule.cells)
 
 
 @pytest.mark.parametrize("use", [train, embed])

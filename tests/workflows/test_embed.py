@@ -84,7 +84,7 @@ def test_the_output_holds_the_embedding_and_the_cells(run, output, read, model, 
     found = read(tmp_path / output)
     same_cells(found, store, expected)
     assert (info.n_cells, info.n_embedded, info.n_latent, info.complete) == (700, 700, 4, True)
-    assert found.uns["scforge"]["X_scforge"] == model._provenance(model._cells(store), 4)
+    assert found.uns["scforge"]["X_scforge"] == model.fitted.provenance_of(model.open_cells(store), 4)
     assert left_over(tmp_path) == []
 
 

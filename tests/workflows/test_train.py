@@ -143,7 +143,7 @@ def test_the_tutorial_on_custom_models(run, pbmc: ad.AnnData, monkeypatch) -> No
         ScforgeWarning, match=r"model\.pooling='mean' has no effect, because the architecture 'my_pool' has no"
     ):
         model = run(text, *few)
-    assert (model._spec.tokenizer, model._spec.objective) == ("rank_value", "masked_gene_prediction")
+    assert (model.spec.tokenizer, model.spec.objective) == ("rank_value", "masked_gene_prediction")
     assert model.vocab.n_genes == 20_120
     assert isinstance(model.module, names["GenePoolingModel"])
     assert models("checkpoints/gene_pooling") == ["epoch=00", "epoch=01", "final"]
@@ -209,7 +209,7 @@ def test_each_recipe_trains_a_step(run, pbmc: ad.AnnData, name: str) -> None:
     config = load_config(recipe_path(name), [*few, "model.hidden_dim=16", "model.num_layers=1"])
     model = train_from_config(config, progress_bar=False)
     assert model.is_trained_
-    assert model._spec.architecture == config.model.architecture
+    assert model.spec.architecture == config.model.architecture
     assert Encoder.load(Path(config.output.checkpoint_dir) / "final").is_trained_
 
 

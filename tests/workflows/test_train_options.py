@@ -103,11 +103,11 @@ class Built:
         """Which model is fine-tuned, and the arguments of ``Encoder.finetune``."""
         model = Mock(vocab=None, registry_={"setup_args": {}})
         model.finetune.return_value = model
-        load = self.replaced("estimators.Encoder._load_folder", model)
+        load = self.replaced("estimators.hub.load_folder", model)
         self.replaced("workflows.finetune.outputs_of")
         finetuning_from_config.finetune_from_config(self.config)
         seen = arguments(model.finetune, "task", "source")
-        base_model = str(load.call_args.args[0])
+        base_model = str(load.call_args.args[1])
         return seen | {"task": seen["task"]["name"], "base_model": base_model, "evaluate": model.evaluate.called}
 
     @cached_property

@@ -19,6 +19,8 @@ from scforge.data.checks import check_adata, check_obs_column, inherited_batch_k
 from scforge.data.sources import read_h5ad
 from scforge.errors import DataError, OptionError, listing, warn
 from scforge.estimators.encoder import Encoder
+from scforge.estimators.setup import setup_of
+from scforge.estimators.transfer import labels_key_of
 from scforge.finetuning.labels import broader_labels
 
 _DEFAULT_KEY = "cell_type"
@@ -164,16 +166,15 @@ def annotate(
         labels_key = labels_key or _DEFAULT_KEY
         model = _model_of(reference, labels_key, batch_key, layer, gene_key, seed)
         if broader is not None:
-            column = model._cells().column
+            column = model.open_cells().column
             broader_labels(broader, labels_of(column(labels_key), key=labels_key), column)
     elif isinstance(reference, Encoder):
         if batch_key is not None:
             raise OptionError("has no effect if reference is a model; omit batch_key.", batch_key=batch_key)
         if reference.spec.tuning is not None:
-            call = "transfer_labels()" if reference._is_query else "predict(query)"
+            call = "transfer_labels()" if reference.fitted.is_query else "predict(query)"
             raise OptionError(
-                f"is a query model or fine-tuned; call its {call}, or pass its base model.",
-                argument="reference",
+                f"is a query model or fine-tuned; call its {call}, or pass its base model.", argument="reference"
             )
         if not reference.is_trained_:
             raise OptionError(
@@ -182,22 +183,21 @@ def annotate(
         model = reference
     else:
         raise OptionError(
-            f"is of type {type(reference).__name__!r}; pass an AnnData, a model or its folder.",
-            argument="reference",
+            f"is of type {type(reference).__name__!r}; pass an AnnData, a model or its folder.", argument="reference"
         )
     if any(key is not None for key in (query_batch_key, layer, gene_key)):
-        setup = Encoder._setup_of(query) or model._setup
+        setup = setup_of(Encoder, query) or model.fitted.setup
         Encoder.setup_anndata(
             query,
             layer=layer or setup.get("layer"),
             gene_key=gene_key or setup.get("gene_key"),
             batch_key=query_batch_key or inherited_batch_key(query.obs, setup.get("batch_key")),
         )
-    model._open(query)  # checks counts and genes
+    model.open_cells(query)  # checks counts and genes
     if not model.is_trained_:
         announce(f"Training on {model.adata.n_obs:,} reference cells ...")
         model.train(progress_bar=progress_bar)
-    labels_key = labels_key or model._known_labels_key
+    labels_key = labels_key or labels_key_of(model)
     key = f"scforge_{labels_key}_transferred" if key_added is None else key_added
     table = model.transfer_labels(
         query,

@@ -2,47 +2,49 @@
 
 from __future__ import annotations
 
-import logging
+import copy
+import html
+import inspect
 import os
+import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from pprint import pprint
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, cast
 
 import numpy as np
 import pandas as pd
 import torch
 from anndata import AnnData
+from mudata import MuData
 from scipy import sparse
+from scvi import REGISTRY_KEYS
+from scvi.data import AnnDataManager
+from scvi.model.base import BaseModelClass
+from torch import nn
 
-from scforge._checks import check_count, check_key, check_known, check_seed, check_share
-from scforge._columns import labels_of, texts_of
-from scforge._constants import AUTO_KEY, OBSM_KEY, QUERY_KEY, UNS_KEY
+from scforge._checks import check_count, check_key, check_seed
+from scforge._constants import AUTO_KEY, QUERY_KEY, UNS_KEY
 from scforge._io import read_settled
 from scforge._progress import announce
 from scforge._registry import check_options
 from scforge._text import printable
-from scforge.data.cells import Cells, CellSource, cell_names, column_of, named_column
-from scforge.data.neighbors import n_query_clusters
+from scforge.data.cells import Cells, CellSource, column_of, named_column
+from scforge.data.checks import check_adata, check_obs_column, content_mark, gene_names, warn_if_transposed
+from scforge.data.genes import map_names
+from scforge.data.readers import check_modality
+from scforge.data.remote import is_collection
+from scforge.data.sources import open_cells
+from scforge.data.store import StoreCells
 from scforge.data.vocab import FROM_DATA, GeneVocab, listed_names
-from scforge.errors import DataError, NotTrainedWarning, OptionError, ScforgeError, first_line, warn
-from scforge.estimators.base import CellModel
-from scforge.estimators.card import CardFacts
-from scforge.estimators.finetune import (
-    finetune,
-    of_both,
-    options_of,
-    save_adapter,
-    warn_of_undecided,
-    with_batches_of,
-    with_room,
-)
+from scforge.errors import DataError, NotTrainedWarning, OptionError, first_line, warn
+from scforge.estimators.finetune import finetune, query_model, save_adapter
+from scforge.estimators.fitted import FittedModel, changed_options
 from scforge.estimators.generate import generate_with
 from scforge.estimators.genes import (
-    Source,
     column_genes,
     expression_table,
     gene_numbers,
@@ -50,18 +52,29 @@ from scforge.estimators.genes import (
     predicting,
     untrained_embedder,
 )
-from scforge.estimators.hub import load_found, push_model
-from scforge.estimators.serialize import (
-    load_weights,
-    read_adata,
-    read_folder,
-    read_saved_reference,
-    shapes_of,
-    spec_of_checkpoint,
+from scforge.estimators.hints import OF_POSTERIOR, OF_SCVI, Absent, Front
+from scforge.estimators.hub import load_foreign, load_found, push_model
+from scforge.estimators.serialize import read_folder
+from scforge.estimators.setup import (
+    LAST,
+    GeneField,
+    ObsField,
+    Source,
+    adata_of,
+    adopted,
+    bare_registry,
+    check_setup_keys,
+    datamodule_registry,
+    device_of,
+    forget_copied_ids,
+    ready_cells,
+    require_setup,
+    setup_of,
+    source_of,
+    training_source,
+    write_embedding,
 )
-from scforge.estimators.setup import bare_registry, class_of_architecture, device_of
 from scforge.estimators.spec import (
-    FineTuneSpec,
     ModelSpec,
     defaults_for,
     n_top_genes_of,
@@ -70,44 +83,63 @@ from scforge.estimators.spec import (
     vocab_of_adata,
     vocab_of_cells,
 )
-from scforge.estimators.training import run_training, train_options
+from scforge.estimators.tasks import options_of, parts_for_baselines, rows_to_score, task_of, verdict
+from scforge.estimators.training import train, train_options
+from scforge.estimators.transfer import reference_to_save, transfer_labels
 from scforge.eval.report import write_scores
-from scforge.finetuning.adapters import adapters_disabled, digest_of, has_lora, merge_lora, merged
-from scforge.finetuning.base import Evaluated, EvaluationContext, Predictor, Task
-from scforge.finetuning.consensus import VIEWS, Labeled, consensus
-from scforge.finetuning.held_out import CellFingerprints, fingerprints
-from scforge.finetuning.labels import broader_labels, decide_labels
-from scforge.finetuning.mapping import FineTunedModule, QueryMapping, fit_mapping
-from scforge.finetuning.new_cells import LabeledCells, NewCells, choose_labeled, neighbor_votes
-from scforge.finetuning.reference import MOST_CELLS, choose_reference
-from scforge.finetuning.splits import Split
+from scforge.finetuning.adapters import adapters_disabled, has_lora, merge_lora
+from scforge.finetuning.base import EvaluationContext, Task
+from scforge.finetuning.held_out import CellFingerprints
+from scforge.finetuning.reference import MOST_CELLS
 from scforge.finetuning.supervised import SupervisedTask
-from scforge.foreign.base import Foreign, read_checkpoint
+from scforge.foreign.base import read_checkpoint
 from scforge.hub.finding import find_model
 from scforge.insilico.attention import attention_between_genes
 from scforge.insilico.gene_embeddings import contextual_gene_embeddings, input_gene_embeddings
 from scforge.insilico.imputation import knows_zeros, predict_counted, predict_uncounted
 from scforge.insilico.perturb import perturbation_table
 from scforge.insilico.screening import Perturbation
-from scforge.models.components.gene_vectors import check_filled
-from scforge.tokenizers.base import TOKENIZERS
-from scforge.training.checkpoint import SavingError
+from scforge.tokenizers.base import TOKENIZERS, Tokenizer
 from scforge.training.datamodule import CellDataModule
-from scforge.training.devices import is_sharded
 from scforge.training.objectives.base import OBJECTIVES, Objective, get_objective
-from scforge.training.plan import NotFiniteError, TrainingPlan
-from scforge.training.predict import embed
 
 if TYPE_CHECKING:
     from scforge.eval.report import Report
 
-logger = logging.getLogger("scforge")
-
-_CONTINUED = 0.1
-"""Fraction of the default learning rate at which a fine-tuned model continues training."""
+_MAX_OPENED = 2
+"""Maximum number of AnnData objects whose cells a model keeps open, including the training data."""
 
 
-class Encoder(CellModel):
+class _Held[T]:
+    """An attribute of the fitted model; what scvi-tools assigns before there is one is dropped."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name.rstrip("_")
+
+    def __get__(self, model: Any, owner: type) -> T:
+        found: T = getattr(model.fitted, self._name)
+        return found
+
+    def __set__(self, model: Any, value: T) -> None:
+        if "fitted" in vars(model):
+            setattr(model.fitted, self._name, value)
+
+
+def positions(indices: Sequence[int] | np.ndarray, n_cells: int) -> np.ndarray:
+    """Convert positions or a mask of `n_cells` cells to positions, int64. Raises an OptionError if they are invalid."""
+    found = np.asarray(indices)
+    wrong = found.ndim != 1 or found.dtype.kind not in "biu"
+    if found.dtype == bool and not wrong:
+        wrong, found = len(found) != n_cells, np.flatnonzero(found)
+    if wrong or not len(found) or found.min() < 0 or found.max() >= n_cells:
+        raise OptionError(
+            f"are not valid positions of {n_cells} cells; pass integers from 0 to {n_cells - 1}, or a boolean mask.",
+            argument="indices",
+        )
+    return found.astype(np.int64)
+
+
+class Encoder(BaseModelClass, metaclass=Front):
     """Train an architecture on single cells and embed cells with it.
 
     Parameters
@@ -162,6 +194,48 @@ class Encoder(CellModel):
     tokenizer, highly variable genes, medians and entropies are computed once, when the model is created.
     """
 
+    fitted: FittedModel
+    module = _Held[nn.Module]()
+    seed = _Held[int]()
+    n_epochs_ = _Held[int]()
+    is_trained_ = _Held[bool]()
+    history_ = _Held[dict[str, pd.DataFrame]]()
+    datamodule: CellDataModule | None = None
+    query_cells: Any = None  # of a query model that is also trained on reference cells
+    reference_cells: CellSource | None = None  # labeled training cells that were saved with the model
+    _base_model: Encoder | None = None
+
+    trainer = Absent("use model.history for the training metrics, and callbacks=[...] to access Lightning's Trainer")
+    prepare_query_anndata = Absent("genes are matched by name, so call load_query_data(query, reference) directly")
+    get_normalized_expression = Absent("use scforge.models.ScDiVa, which decodes expression")
+    differential_abundance = Absent(
+        "embed the cells with scforge, and compute differential abundance with another package"
+    )
+    differential_expression = Absent(
+        "label the cells with scforge, and compare their counts with scanpy.tl.rank_genes_groups, or per donor with a "
+        "package for pseudobulks"
+    )
+    posterior_predictive_sample = Absent(
+        "scforge models do not define the count likelihood that scvi.criticism requires"
+    )
+    get_elbo, get_marginal_ll, get_reconstruction_error = (
+        Absent("scforge models do not define the count likelihood that it requires; use model.history for the losses")
+        for _ in range(3)
+    )
+    convert_legacy_save = Absent(
+        "scvi-tools stores such folders as pickles, which can run code and are never opened; save the model with "
+        "model.save"
+    )
+    setup_annbatch = Absent(
+        "convert the files with scforge.data.convert, and pass scforge.training.CellDataModule(store) as datamodule"
+    )
+    minify_adata = Absent(
+        "call scforge.workflows.embed_to(model, adata, output, counts=False) for a file without genes and counts"
+    )
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if not type(self).lacks(name)]
+
     def __init__(
         self,
         adata: AnnData | None = None,
@@ -177,7 +251,7 @@ class Encoder(CellModel):
         datamodule: CellDataModule | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(adata, registry=registry, datamodule=datamodule)
+        self._attach(adata, registry, datamodule)
         seed = check_seed(seed)
         defaults = defaults_for(architecture, options)
         names = named_options("tokenizer", tokenizer, defaults.tokenizer)
@@ -190,10 +264,10 @@ class Encoder(CellModel):
             "keep_genes": listed_names("keep_genes", keep_genes),
             "reports": is_chosen,
         }
-        if self._data is not None:
-            vocab, leaves_out = vocab_of_cells(self._data, vocab, **wanted)
+        if datamodule is not None:
+            vocab, leaves_out = vocab_of_cells(datamodule, vocab, **wanted)
         elif self.adata is not None:
-            vocab, leaves_out = vocab_of_adata(self.adata, self._setup, vocab, **wanted)
+            vocab, leaves_out = vocab_of_adata(self.adata, self.registry_["setup_args"], vocab, **wanted)
         elif not isinstance(vocab, GeneVocab):
             raise OptionError("requires adata; pass adata, or a GeneVocab as vocab.", vocab=vocab)
         takes_sum = leaves_out and "library_size" in TOKENIZERS.get(names[0]).option_names()
@@ -206,7 +280,368 @@ class Encoder(CellModel):
             objective=self._with_found_options(*named_options("objective", objective, defaults.objective)),
             options=options,
         )
-        self._assemble(spec, seed, vectors)
+        self._hold(FittedModel(spec, seed, gene_vectors=vectors))
+
+    def _attach(
+        self, adata: AnnData | None, registry: dict[str, Any] | None, datamodule: CellDataModule | None
+    ) -> None:
+        """Attach the cells of a data module or a registered AnnData."""
+        if datamodule is not None:
+            registry = datamodule_registry(type(self).__name__, adata, datamodule, registry)
+        adata = adata_of(type(self), adata)
+        if adata is not None or registry is None:
+            require_setup(type(self), adata)
+        super().__init__(adata, registry=registry)
+        self.datamodule = datamodule
+        # AnnData objects, with fingerprints to detect changes and their cells over the genes of the model.
+        self.opened: list[tuple[weakref.ref[AnnData], tuple[Any, ...], CellSource]] = []
+
+    def _hold(self, fitted: FittedModel) -> None:
+        """Use a fitted model for the attached cells."""
+        self.fitted = fitted
+        fitted.front, fitted.setup = type(self).__name__, self.registry_["setup_args"]
+
+    @classmethod
+    def of_fitted(
+        cls, fitted: FittedModel, adata: AnnData | None = None, *, datamodule: CellDataModule | None = None
+    ) -> Self:
+        """Return a model of this class that holds a fitted model.
+
+        Parameters
+        ----------
+        fitted
+            The fitted model of another model. Both models share the module.
+        adata
+            AnnData that :meth:`setup_anndata` was called on. If None, the model has no cells.
+        datamodule
+            A :class:`scforge.training.CellDataModule`, used instead of `adata`.
+
+        Returns
+        -------
+        The model.
+
+        Raises
+        ------
+        GeneMismatchError
+            If `adata` contains too few genes of the model.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> scforge.models.Encoder.of_fitted(model.fitted).module is model.module
+        True
+        """
+        model = cls.__new__(cls)
+        has_cells = adata is not None or datamodule is not None
+        model._attach(adata, None if has_cells else bare_registry(cls.__name__, fitted.setup), datamodule)
+        if model.adata is not None:  # raises an error if it has too few genes of the model
+            key = model.registry_["setup_args"]["gene_key"]
+            map_names(gene_names(model.adata, key), fitted.spec.vocab, var=model.adata.var, gene_key=key)
+        model._hold(copy.copy(fitted))
+        return model
+
+    @classmethod
+    def setup_anndata(
+        cls,
+        adata: AnnData,
+        layer: str | None = None,
+        gene_key: str | None = None,
+        batch_key: str | None = None,
+        labels_key: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Register and validate the fields of `adata` that the model uses.
+
+        Parameters
+        ----------
+        adata
+            Annotated data with raw counts. Only ``_scvi_...`` entries are added to it.
+        layer
+            Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
+        gene_key
+            Column of ``adata.var`` with the gene names. If None, reads ``adata.var_names``.
+        batch_key
+            Column of ``adata.obs`` with the batch of each cell. Highly variable genes are chosen within batches.
+        labels_key
+            Column of ``adata.obs`` with the label of each cell; values may be missing. Pretraining does not use it.
+        **kwargs
+            ``source_registry`` and the transfer options of :class:`scvi.data.AnnDataManager`.
+
+        Raises
+        ------
+        DataError
+            If counts, gene names or columns are invalid.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="celltype")
+        Traceback (most recent call last):
+        ...
+        scforge.errors.DataError: labels_key='celltype' ...
+        """
+        setup_method_args = cls._get_setup_method_args(**locals())
+        if kwargs.get("source_registry") is None:
+            known = [*inspect.signature(Encoder.setup_anndata).parameters][1:-1]
+            check_options("argument", "setup_anndata", kwargs.keys() - {"source_registry"}, known, OF_SCVI)
+        check_adata(adata)
+        if adata.is_view:
+            raise DataError("is a view of another AnnData; copy it first with adata = adata.copy().", argument="adata")
+        check_obs_column(adata, batch_key, argument="batch_key")
+        check_obs_column(adata, labels_key, argument="labels_key")
+        warn_if_transposed(adata)
+        fields: list[Any] = [GeneField(REGISTRY_KEYS.X_KEY, layer, gene_key)]
+        if batch_key is not None:
+            fields.append(ObsField(REGISTRY_KEYS.BATCH_KEY, batch_key, allow_missing=False))
+        if labels_key is not None:
+            fields.append(ObsField(REGISTRY_KEYS.LABELS_KEY, labels_key, allow_missing=True))
+        forget_copied_ids(Encoder, adata)
+        manager = AnnDataManager(fields=fields, setup_method_args=setup_method_args)
+        manager.register_fields(adata, **kwargs)
+        cls.register_manager(manager)
+
+    @classmethod
+    def setup_mudata(
+        cls,
+        mdata: MuData,
+        modality: str = "rna",
+        layer: str | None = None,
+        gene_key: str | None = None,
+        batch_key: str | None = None,
+        labels_key: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Register and validate the fields of one modality of `mdata` that the model uses.
+
+        The model then accepts `mdata` instead of an AnnData everywhere, and uses ``mdata.mod[modality]`` as its
+        ``adata``. The embedding is written into ``mdata.mod[modality].obsm["X_scforge"]``.
+
+        Parameters
+        ----------
+        mdata
+            Multimodal data with raw gene counts in one modality.
+        modality
+            Name of the modality with the counts.
+        layer
+            Key in ``layers`` of the modality with raw counts. If None, reads ``X``.
+        gene_key
+            Column of ``var`` of the modality with the gene names. If None, reads ``var_names``.
+        batch_key, labels_key
+            Columns of ``obs`` of the modality, see :meth:`setup_anndata`. A column that is only in ``mdata.obs`` is
+            copied into the ``obs`` of the modality. ``"rna:donor"`` and ``"donor"`` are equivalent.
+        **kwargs
+            See :meth:`setup_anndata`.
+
+        Raises
+        ------
+        OptionError
+            If `mdata` is not a MuData, or does not contain the modality.
+        DataError
+            If counts, gene names or columns of the modality are invalid.
+
+        Notes
+        -----
+        scvi-tools models register fields of several modalities on the MuData. scforge requires only one modality and
+        registers the fields on it, so a model that was trained on a MuData can also embed an AnnData.
+
+        Examples
+        --------
+        >>> import mudata, scforge
+        >>> adata = scforge.datasets.pbmc3k()
+        >>> mdata = mudata.MuData({"rna": adata})
+        >>> scforge.models.Encoder.setup_mudata(mdata, modality="rna", labels_key="cell_type")
+        >>> model = scforge.models.Encoder(mdata)
+        >>> model.adata is adata
+        True
+        """
+        if not isinstance(mdata, MuData):
+            raise OptionError(
+                f"is of type {type(mdata).__name__!r}; call setup_anndata for an AnnData.", argument="mdata"
+            )
+        check_modality(modality, list(mdata.mod), "mdata")
+        if mdata.is_view:
+            raise DataError("is a view of another MuData; copy it first with mdata = mdata.copy().", argument="mdata")
+        adata = mdata.mod[modality]
+        batch_key = adopted(mdata, modality, "batch_key", batch_key)
+        labels_key = adopted(mdata, modality, "labels_key", labels_key)
+        try:
+            cls.setup_anndata(adata, layer, gene_key, batch_key, labels_key, **kwargs)
+        except DataError as error:
+            raise type(error)(f"modality={modality!r}: {error}") from error
+        manager = cls._get_most_recent_anndata_manager(adata)
+        manager.update_setup_method_args({"modality": modality})
+        mdata.uns[LAST] = modality
+
+    @property
+    def base_model(self) -> Encoder | None:
+        """The model before fine-tuning, or the reference of a query model."""
+        return self._base_model
+
+    @base_model.setter
+    def base_model(self, base: Encoder) -> None:
+        self._base_model, self.fitted.base = base, base.fitted
+
+    @property
+    def vocab(self) -> GeneVocab:
+        """The genes of the model."""
+        return self.fitted.spec.vocab
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Names and options of the architecture, tokenizer and objective."""
+        return self.fitted.spec
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer."""
+        return self.fitted.tokenizer
+
+    @property
+    def objective(self) -> Objective:
+        """The objective of the model, or the task of a fine-tuned model."""
+        return self.fitted.objective
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.fitted.device
+
+    @property
+    def own_task(self) -> Task | None:
+        """The task that the heads of the architecture support without fine-tuning, or None."""
+        return None
+
+    def to_device(self, device: str | torch.device | int) -> None:
+        """Move the model to a device.
+
+        Parameters
+        ----------
+        device
+            Name of the device, e.g. ``"cuda:0"`` or ``"cpu"``.
+
+        Raises
+        ------
+        OptionError
+            If the device is not available.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> model = scforge.models.Encoder.load("scforge://pbmc3k-light")
+        >>> model.to_device("cpu")
+        >>> model.device
+        device(type='cpu')
+        """
+        try:
+            super().to_device(device)
+        except (AssertionError, RuntimeError, TypeError) as error:
+            raise OptionError(f"cannot be used: {first_line(error).rstrip('.')}.", device=str(device)) from error
+
+    def __repr__(self) -> str:
+        """Return a summary with the options that differ from their defaults; :attr:`spec` contains all options."""
+        heading, facts = self._described(changed_options)
+        return "\n".join([heading, *(f"    {name}: {text}" for name, text in facts.items() if text)])
+
+    def _repr_html_(self) -> str:
+        """Return an HTML summary of the model for notebooks."""
+        heading, facts = self._described(lambda options, *_: options)
+        keys, setup = ("layer", "gene_key", "batch_key", "labels_key"), self.fitted.setup
+        facts["set up with"] = ", ".join(f"{key}={setup[key]!r}" for key in keys if setup.get(key))
+        left = "style='text-align: left; vertical-align: top'"
+        cells = ([html.escape(part) for part in fact] for fact in facts.items() if fact[1])
+        lines = (f"<tr><th {left}>{name}</th><td {left}>{text}</td></tr>" for name, text in cells)
+        return f"<b>{html.escape(heading)}</b><table>{''.join(lines)}</table>"
+
+    def _described(self, chosen: Callable[..., Mapping[str, Any]]) -> tuple[str, dict[str, str]]:
+        cells = training_source(self)
+        return self.fitted.described(None if cells is None else len(cells), chosen)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be pickled."""
+        raise OptionError(
+            f"a model cannot be pickled; call model.save(folder), and {type(self).__name__}.load(folder) elsewhere."
+        )
+
+    def __copy__(self) -> Self:
+        """Return a model that shares everything with this one."""
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__, fitted=copy.copy(self.fitted))
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return an independent model."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def open_cells(self, source: Source | None = None, **options: Any) -> Cells:
+        """Open cells over the genes of the model.
+
+        Parameters
+        ----------
+        source
+            Cells, see :meth:`get_latent_representation`. If None, uses the training cells.
+        **options
+            Options of :func:`scforge.data.open_cells`, e.g. another `vocab`.
+
+        Returns
+        -------
+        The cells.
+
+        Raises
+        ------
+        GeneMismatchError
+            If `source` contains too few genes of the model.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> len(model.open_cells()), model.open_cells().vocab is model.vocab
+        (60, True)
+        """
+        source, is_own = source_of(self, source), not options
+        options = {"vocab": self.vocab, **options}
+        cells: Any
+        if isinstance(source, str | os.PathLike):
+            # A store always has counts and names in the same places.
+            setup = {} if is_collection(os.fspath(source)) else self.fitted.setup
+            cells = open_cells(source, layer=setup.get("layer"), gene_key=setup.get("gene_key"), **options)
+        elif not isinstance(source, AnnData) and hasattr(source, "with_vocab"):
+            cells = source if source.vocab is options["vocab"] else source.with_vocab(**options)
+        else:
+            check_adata(source)
+            setup = setup_of(type(self), source)
+            if not setup:
+                setup = self.fitted.setup
+                check_setup_keys(source, setup, type(self).__name__)
+            keys = {"layer": setup["layer"], "gene_key": setup["gene_key"]}
+            cells = self._opened_once(source, **keys) if is_own else open_cells(source, **keys, **options)
+        uses_vocabulary = is_own and getattr(self.tokenizer, "library_size", None) == "vocabulary"
+        return cells.over_vocabulary() if uses_vocabulary and isinstance(cells, CellSource | StoreCells) else cells
+
+    def _opened_once(self, adata: AnnData, layer: str | None, gene_key: str | None) -> Cells:
+        """Return the cached cells of an AnnData, and reopen them if counts or genes have changed."""
+        matrix = None if adata.is_view else adata.X if layer is None else adata.layers.get(layer)
+        counts = None if matrix is None else content_mark(matrix)
+        if counts is None:  # on disk, or not there
+            return open_cells(adata, self.vocab, layer=layer, gene_key=gene_key)
+        mark = (layer, gene_key, counts, zlib.crc32(gene_names(adata, gene_key).view(np.uint8)))
+        obs = adata.obs.copy(deep=False)
+        for owner, its_mark, known in self.opened:
+            if owner() is adata and its_mark == mark and known.vocab is self.vocab:
+                return replace(known, obs=obs)
+        cells: Any = open_cells(adata, self.vocab, layer=layer, gene_key=gene_key)
+        kept = [entry for entry in self.opened if entry[0]() is not None and entry[0]() is not adata]
+        self.opened[:] = [*kept, (weakref.ref(adata), mark, cells)][-_MAX_OPENED:]
+        return cells
 
     def train(
         self,
@@ -293,33 +728,11 @@ class Encoder(CellModel):
         (1, 1)
         """
         given = {name: value for name, value in locals().items() if name not in ("self", "plan_kwargs", "options")}
-        how = train_options(given, options, plan_kwargs)
-        check_filled(self.module)
-        objective = self._spec.build_objective()  # learns of the cells, unlike self.objective, and is dropped
-        data = self._training_data(
-            how.datamodule,
-            objective,
-            validation_size=how.validation_size,
-            batch_size=None if how.batch_size == "auto" else how.batch_size,
-            max_tokens_per_batch=how.max_tokens_per_batch,
-            num_threads=how.num_threads,
-        )
-        of_plan = how.of_plan()
-        if self.is_trained_ and isinstance(objective, SupervisedTask) and how.lr is None and how.schedule is None:
-            # The schedule has ended; at its peak again, the head would first lose what it has learned.
-            of_plan |= {"lr": _CONTINUED * objective.defaults.lr, "schedule": "constant"}
-        plan = TrainingPlan(self.module, objective, **of_plan)
-        try:
-            # Initializes the weights, fits with Lightning, and stores the best weights, the history and the epochs.
-            run_training(self, data, plan, how)
-        except (NotFiniteError, SavingError):
-            self._calibrate(data, after_failure=True)  # the model keeps the best weights so far
-            raise
-        self._calibrate(data)
-        self._keep_labeled(data)
-        if self._setup.get("labels_key") is not None:
-            self._reference = None  # the cells of this training take their place
-        if self._obsm_key == QUERY_KEY:
+        # Initializes the weights, fits with Lightning, and stores the best weights, the history and the epochs.
+        train(self, train_options(given, options, plan_kwargs))
+        if self.fitted.setup.get("labels_key") is not None:
+            self.reference_cells = None  # the cells of this training take their place
+        if self.fitted.obsm_key == QUERY_KEY:
             warn(
                 f"The encoder was trained on the query, so obsm[{QUERY_KEY!r}] is not comparable with the embedding of "
                 "the reference model; embed the reference again with query_model.get_latent_representation(reference)."
@@ -329,8 +742,8 @@ class Encoder(CellModel):
         """Add the options of an objective that are derived from the cells of the model."""
 
         def column(key: str) -> pd.Series:
-            if self._data is not None:
-                return self._data.cells.column(key)
+            if self.datamodule is not None:
+                return self.datamodule.cells.column(key)
             if self.adata is None:
                 raise OptionError(
                     f"the objective learns from obs[{key!r}]; pass adata, or pass the classes as an option of the "
@@ -338,123 +751,88 @@ class Encoder(CellModel):
                 )
             return column_of(self.adata.obs, key)
 
-        key = self._setup.get("batch_key") if self._data is None else self._data.batch_key
+        key = self.registry_["setup_args"].get("batch_key") if self.datamodule is None else self.datamodule.batch_key
         if key is not None and OBJECTIVES.get(objective).takes_batch_key:
             options = {"batch_key": key, **options}
         return objective, options | get_objective(objective, **options).options_from(column)
 
-    def _training_data(self, given: CellDataModule | None, objective: Objective, **options: Any) -> CellDataModule:
-        """Return the data module to train on, bound to the tokenizer and objective of the model."""
-        own = self._data
-        data = own if given is None else given
-        options = {name: value for name, value in options.items() if value is not None}
-        if data is None:
-            if self.adata is None:
-                raise OptionError(
-                    "the model was loaded without adata; pass adata to Encoder.load, or datamodule to train."
-                )
-            columns: dict[str, Any] = {key: self._setup.get(key) for key in ("batch_key", "labels_key")}
-            cells = self._open(self.adata)
-            if self.spec.tuning is not None:
-                if "validation_size" in options:
-                    raise OptionError(
-                        "was set by finetune and cannot be changed; omit validation_size.",
-                        argument="validation_size",
-                    )
-                split = self._known_split(cells)
-                if split is None:
-                    raise DataError(
-                        "the cells are not exactly the cells used for fine-tuning; call finetune(adata=...) to "
-                        "fine-tune on these cells."
-                    )
-                columns |= {"train_rows": split.train, "validation_rows": split.validation}
-            data = CellDataModule(cells, seed=self.seed, **columns, **options)
-        elif options and self._query is not None and "validation_size" not in options:
-            options |= {"train_rows": data.train_rows, "validation_rows": data.validation_rows}
-            data = CellDataModule(data.cells, seed=self.seed, **options)
-        elif options:
-            name, value = next(iter(options.items()))
-            place = "CellDataModule" if self._query is None else "load_query_data"
-            raise OptionError(
-                f"cannot be changed in train; pass {name} to {place} instead.", argument=name, value=value
-            )
-        elif self.adata is None:
-            self._data = data
-        if given is not None and given is not own and self._seen is not None:
-            marks = CellFingerprints.of(self._open(data.cells))
-            learned = np.concatenate([data.train_rows, data.validation_rows])
-            if n_tested := int(self._seen.tested(marks.numbers)[learned].sum()):
-                raise OptionError(
-                    f"contains {n_tested} of the test cells that finetune held out; remove these cells from "
-                    "datamodule.",
-                    argument="datamodule",
-                )
-            if isinstance(objective, Task) and objective.learns_labels:
-                self._seen = self._seen.with_learned(marks.take(learned))
-        objective.learn_from(self.module)
-        data.bind(self._tokenizer, objective, first_epoch=self.n_epochs_, cells=self._open(data.cells))
-        return data
+    def get_latent_representation(
+        self,
+        adata: AnnData | Cells | str | os.PathLike[str] | None = None,
+        *,
+        key_added: str | None = AUTO_KEY,
+        batch_size: int = 256,
+        indices: Sequence[int] | np.ndarray | None = None,
+        correction: float = 0.0,
+        **of_others: Any,
+    ) -> np.ndarray:
+        """Embed cells, and write the embedding into ``adata.obsm``.
 
-    def _learned_labels_of(self, cells: Cells) -> np.ndarray:
-        """Return a mask of the cells whose labels the model learned from in any fine-tuning, bool, shape (N,).
+        Parameters
+        ----------
+        adata
+            Cells to embed. If None, uses the training cells. Without :meth:`setup_anndata`, counts and gene names are
+            read from the same locations as in the training data. Genes are matched by name. Cells from
+            :func:`scforge.data.open_cells`, or from a path or URL that it accepts, are read on demand, and nothing is
+            written.
+        key_added
+            Key in ``adata.obsm`` for the embedding, and in ``adata.uns["scforge"]`` for its settings. ``"auto"`` means
+            ``"X_scforge"``, or ``"X_scforge_query"`` for a query model (:meth:`Encoder.load_query_data`) whose encoder
+            was changed by training. If None, nothing is written.
+        batch_size
+            Number of cells per batch.
+        indices
+            Positions of the cells to embed, or a boolean mask. If given, nothing is written. If None, embeds all cells.
+        correction
+            How strongly the embedding is corrected for the batches that the model was trained on, from 0 (not at all)
+            to 1. More correction mixes batches better and conserves less biology. The correction scales principal
+            components of the embedding and applies Harmony [1]_, as fitted after training. Query models only scale,
+            because their cells are mapped already.
+        **of_others
+            Raises an error with advice for arguments of other packages, e.g. `return_dist` of scvi-tools.
 
-        Cells are recognized by their counts, or by their names if the measured genes differ from those in fine-tuning.
+        Returns
+        -------
+        The embedding in the order of ``adata.obs_names`` (or of the store), float32, shape (n_obs, n_latent).
+
+        Raises
+        ------
+        GeneMismatchError
+            If `adata` contains too few genes of the model.
+        OptionError
+            If the gene vectors of the model are missing, an argument is unknown, or `correction` is above 0 but the
+            model was trained on a single batch or the cells have no batches.
+
+        References
+        ----------
+        .. [1] Korsunsky et al. (2019), Nature Methods 16, 1289-1296.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> model.get_latent_representation().shape
+        (60, 32)
+        >>> adata.obsm["X_scforge"].shape
+        (60, 32)
+        >>> adata.uns["scforge"]["X_scforge"]["architecture"]
+        'gene_pooling'
         """
-        learned = self._learned
-        if learned is None:
-            return np.zeros(len(cells), dtype=bool)
-        marks = CellFingerprints.of(cells)
-        warn_of_undecided(marks.undecided(learned))
-        return marks.among(learned)
-
-    @property
-    def _learned(self) -> CellFingerprints | None:
-        """Fingerprints of all cells whose labels the model learned from; None if there are no such cells."""
-        if self._seen is None:
-            return None
-        learned: CellFingerprints = self._seen.learned
-        task = self.objective
-        if isinstance(task, Task) and task.learns_labels:
-            learned = learned.union(self._seen.trained)
-        return learned if len(learned) else None
-
-    def _rows_to_score(
-        self, cells: Cells, marks: CellFingerprints | None, *, within: bool
-    ) -> tuple[np.ndarray, Split | None]:
-        """Return the rows of cells that the model did not learn from, and the split if it applies to these cells."""
-        if self._seen is None or marks is None:
-            return np.arange(len(cells)), None
-        split = self._seen.split_of(marks.numbers)
-        task: Any = self.objective  # of a fine-tuned model
-        scored_by_labels = task.learns_labels or getattr(task, "labels_key", None) is not None
-        of_others = self._seen.learned if scored_by_labels else CellFingerprints.none()
-        learned, unclear = marks.among(of_others), marks.undecided(of_others)
-        if split is not None and (within or len(marks) == len(self._seen.numbers)):
-            if not len(split.test):
-                # load_query_data has no test_size.
-                more = "" if self._is_query else ", or fine-tune with test_size=0.1"
-                raise OptionError(f"fine-tuning held out no test cells; pass other cells{more}.")
-            rows = split.test[~learned[split.test]]
-            n_learned, n_all, what = int(learned[split.test].sum()), len(split.test), "fine-tuning test cells"
-        else:
-            learned |= marks.among(self._seen.trained)
-            unclear |= marks.undecided(self._seen.trained)
-            rows = np.flatnonzero(self._seen.tested(marks.numbers) & ~learned if within else ~learned)
-            n_learned, n_all, what = int(learned.sum()), len(learned), "cells"
-        if not len(rows):
-            raise OptionError(f"the model learned from {n_learned} of these {n_all} {what}; pass other cells.")
-        if n_learned:
-            warn(f"The model learned from {n_learned} of the {n_all} {what}; these cells are not scored.")
-        warn_of_undecided(unclear[rows])
-        return rows, split
-
-    def _known_split(self, cells: Cells | None = None) -> Split | None:
-        """Return the split of the fine-tuning, or None if its cells are not available. `cells` are those, if opened."""
-        if cells is None and (source := self.adata if self._data is None else self._data.cells) is not None:
-            cells = self._open(source)
-        return None if self._seen is None or cells is None else self._seen.split_of(fingerprints(cells))
-
-    _base: Encoder | None = None
+        check_key("key_added", key_added)
+        known = ("adata", "key_added", "batch_size", "indices", "correction")
+        check_options("argument", "get_latent_representation", of_others, known, OF_POSTERIOR)
+        source, cells = ready_cells(self, adata, "its embedding is")
+        fitted = self.fitted
+        rows = None if indices is None else positions(indices, len(cells))
+        batch_key = setup_of(type(self), source).get("batch_key")
+        codes = fitted.codes_to_correct(cells, correction, batch_key=batch_key, rows=rows)
+        embedding = fitted.corrected(fitted.embed(cells, batch_size=batch_size, rows=rows), codes, correction)
+        if key_added is not None and rows is None and isinstance(source, AnnData):
+            write_embedding(fitted, source, key_added, embedding, cells, correction=correction)
+        return embedding
 
     def finetune(
         self,
@@ -531,24 +909,10 @@ class Encoder(CellModel):
         >>> annotator.spec.tuning.task, model.spec.tuning is None
         ('annotation', True)
         """
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "max_epochs")}
         if not self.is_trained_:
             warn("The model is not trained; fine-tuning starts from random weights.", NotTrainedWarning)
-        tuned = finetune(
-            self,
-            task,
-            adata,
-            options,
-            labels_key=labels_key,
-            batch_key=batch_key,
-            validation_size=validation_size,
-            test_size=test_size,
-            split_by=split_by,
-            split_key=split_key,
-            freeze=freeze,
-            lora=lora,
-            head=head,
-            seed=seed,
-        )
+        tuned: Encoder = finetune(self, **arguments)
         tuned.train(max_epochs, **options)
         return tuned
 
@@ -616,15 +980,15 @@ class Encoder(CellModel):
         True
         """
         check_key("key_added", key_added)
-        task = self._task("predict")
-        if key_added is None and self._obsm_key == QUERY_KEY:
+        task = task_of(self.fitted, "predict")
+        if key_added is None and self.fitted.obsm_key == QUERY_KEY:
             key_added = QUERY_KEY
         assert self.spec.tuning is not None  # it has a task
         check_options("option of predict", self.spec.tuning.task, options, options_of(task.predict))
-        source = self._source(adata)
-        cells = self._open(source)
-        parts = self._parts_of(cells)
-        predictor = self._predictor_of_query(cells, batch_size, parts if map_query else None)
+        source = source_of(self, adata)
+        cells = self.open_cells(source)
+        parts = self.fitted.parts_of(cells)
+        predictor = self.fitted.predictor_of_query(cells, batch_size, parts if map_query else None)
         into = source if isinstance(source, AnnData) else None
         predicted = task.predict(predictor, into, key_added=key_added, **options)
         if parts is not None and task.learns_labels and not task.makes_cells:
@@ -643,13 +1007,9 @@ class Encoder(CellModel):
             key, written = key_added or f"scforge_{cast('Any', task).labels_key}", dict(into.uns.get(UNS_KEY, {}))
             written.pop(key, None)  # of an earlier prediction
             if predictor.new is not None:
-                written[key] = {**self._made_with(), **predictor.new.shift}
+                written[key] = {**self.fitted.provenance(), **predictor.new.shift}
             into.uns[UNS_KEY] = written
         return predicted
-
-    def _parts_of(self, cells: Cells) -> np.ndarray | None:
-        """Return the part of the fine-tuning split of each cell, as text, shape (N,); None without fine-tuning."""
-        return None if self._seen is None else self._seen.parts_of(CellFingerprints.of(cells))
 
     def evaluate(
         self,
@@ -722,16 +1082,15 @@ class Encoder(CellModel):
                 "the model has no task to evaluate; call model.finetune first, or score the embedding with "
                 "scforge.workflows.evaluate_models."
             )
-        task = self._task("evaluate")
+        fitted, task = self.fitted, task_of(self.fitted, "evaluate")
         task.check_evaluate()
         check_seed(seed)
-        own = self.adata if self._data is None else self._data.cells
-        source = self._source(adata)
+        source = source_of(self, adata)
         supervised = isinstance(task, SupervisedTask) and isinstance(source, AnnData)
         compares = supervised and baselines and intervals and key_added is not None
-        cells = self._open(source)
-        marks = None if self._seen is None else CellFingerprints.of(cells)
-        rows, split = self._rows_to_score(cells, marks, within=source is own)
+        cells = self.open_cells(source)
+        marks = None if fitted.seen is None else CellFingerprints.of(cells)
+        rows, split = rows_to_score(fitted, cells, marks, within=source is training_source(self))
         if groups_key is not None:
             if not compares:
                 raise OptionError(
@@ -745,146 +1104,19 @@ class Encoder(CellModel):
                     "values, or drop these cells.",
                     groups_key=groups_key,
                 )
-        if split is not None:
-            own = source  # the cells of the fine-tuning, maybe in another object
-        own_cells = cells if own is None or source is own else self._open(own)
-        if own is not None and source is not own:
-            split = self._known_split(own_cells)
-        base = self._base if base is None else base
-        train = None
-        if own is not None and split is not None:
-            train = self._predictor(own_cells, batch_size)
-        elif baselines:
-            warn(
-                "The cells used for fine-tuning are not available, so there are no baselines; load the model with "
-                "these cells."
-            )
-        # Baselines use all genes over which the scored cells and those of the fine-tuning were opened.
-        genes = None if isinstance(source, AnnData | str | os.PathLike) else source.vocab
-        train_cells = None if train is None else self._over_all_genes(own, genes)
-        if train_cells is None or source is own:
-            scored_cells = train_cells or cells
-        else:
-            scored_cells = self._over_all_genes(source, train_cells.vocab)
+        base = self.base_model if base is None else base
+        compared = parts_for_baselines(self, base, source, cells, split, batch_size, needed=baselines)
         parts = None
-        if map_query and task.maps_new_cells and self._seen is not None and marks is not None:
-            parts = self._seen.parts_of(marks)
-
-        def by_base(of: Any, opened: Cells) -> Predictor | None:
-            if base is None:
-                return None
-            return base._predictor(base._open(opened if base.vocab is self.vocab else of), batch_size)
-
-        context = EvaluationContext(
-            predictor=self._predictor_of_query(cells, batch_size, parts),
-            rows=rows,
-            train=train,
-            train_rows=None if split is None or train is None else split.train,
-            base=by_base(source, cells),
-            base_train=None if train is None else by_base(own, own_cells),
-            cells=scored_cells,
-            train_cells=train_cells,
-            baselines=baselines and train is not None,
-            seed=seed,
-            intervals=compares,
-            groups_key=groups_key,
-        )
-        evaluated = task.evaluate(context)
+        if map_query and task.maps_new_cells and fitted.seen is not None and marks is not None:
+            parts = fitted.seen.parts_of(marks)
+        predictor = fitted.predictor_of_query(cells, batch_size, parts)
+        how: dict[str, Any] = {"seed": seed, "intervals": compares, "groups_key": groups_key}
+        evaluated = task.evaluate(EvaluationContext(predictor=predictor, rows=rows, **compared, **how))
         if key_added is not None and isinstance(source, AnnData):
             write_scores(source, key_added, evaluated.metrics, evaluated.tables)
             if "differences" in evaluated.tables:
-                announce(_verdict(evaluated, f'adata.uns["{UNS_KEY}"]["{key_added}_differences"]'))
+                announce(verdict(evaluated, f'adata.uns["{UNS_KEY}"]["{key_added}_differences"]'))
         return evaluated.metrics
-
-    def _own_task(self) -> Task | None:
-        """Return the task that the heads of the architecture support without fine-tuning, or None."""
-        return None
-
-    def _task(self, method: str) -> Task:
-        """Return the task. Raises an OptionError if the model has no task."""
-        if self.spec.tuning is None:
-            raise OptionError(f'the model has no task, so it cannot {method}; call model.finetune("annotation") first.')
-        if not self.is_trained_ and method != "finetune":
-            warn("The model is not trained; its predictions are random.", NotTrainedWarning)
-        task = self.objective
-        assert isinstance(task, Task)
-        return task
-
-    def _predictor(self, cells: Cells, batch_size: int) -> Predictor:
-        def correct(embeddings: np.ndarray, rows: np.ndarray, correction: float) -> np.ndarray:
-            codes = self._codes_to_correct(None, cells, correction, rows)
-            return self._corrected(embeddings, None if codes is None else codes[rows], correction)
-
-        predictor = Predictor(self.module, self.tokenizer, self.objective, cells, batch_size)
-        is_fitted = self._correction is not None and not self._is_query
-        return replace(predictor, correct=correct) if is_fitted else predictor
-
-    def _over_all_genes(self, source: Any, vocab: GeneVocab | None) -> Cells:
-        """Open cells over `vocab` for baselines. If None, uses all genes of an AnnData, or the genes of the model."""
-        if vocab is not None:
-            return self._open(source, vocab=vocab, min_overlap=0.0)
-        return self._open(source, vocab=None) if isinstance(source, AnnData) else self._open(source)
-
-    def _calibrate(self, data: CellDataModule, *, after_failure: bool = False) -> None:
-        """Calibrate the head on validation cells; after failed training, failed calibration only causes a warning."""
-        if self.spec.tuning is None or not len(data.validation_rows) or not self.is_trained_:
-            return
-        if is_sharded(self.module):  # the first process alone has the whole model
-            return
-        task: Any = data.objective
-        predictor = Predictor(self.module, self.tokenizer, task, data.bound)
-        try:
-            with torch.random.fork_rng(devices=[]):
-                task.calibrate(predictor, data.validation_rows)
-        except Exception as error:
-            if not after_failure:
-                raise
-            warn(f"the confidence of the model could not be calibrated: {first_line(error)}.")
-
-    def _keep_labeled(self, data: CellDataModule) -> None:
-        """Keep labeled training cells to predict the classes of new cells, if the task does."""
-        task: Any = data.objective
-        if self.spec.tuning is None or not task.maps_new_cells or is_sharded(self.module):
-            return
-        classes = task.read(data.bound.column)[data.train_rows]
-        chosen = choose_labeled(classes, seed=self.seed)
-        base, rows, obs = self._mapping_base, data.train_rows[chosen], cast("Any", getattr(data.bound, "obs", None))
-        space = cast("Encoder", base or self)
-        embeddings = space._predictor(data.bound, min(data.batch_size or 256, 256)).embedding(rows)
-        keys = (data.batch_key, self._setup.get("batch_key"), getattr(self._pretraining, "batch_key", None))
-        key = next(
-            (key for key in (*keys, self.spec.tuning.split.get("split_by")) if obs is not None and key in obs), None
-        )
-        batches = None if key is None else texts_of(obs[key].iloc[rows], key=key, argument="batch_key").codes
-        self._labeled = LabeledCells.calibrated(embeddings, classes[chosen], batches, in_base=base is not None)
-
-    def _predictor_of_query(self, cells: Cells, batch_size: int, parts: np.ndarray | None) -> Predictor:
-        """Return the model applied to cells, of which those whose part of the split is "new" are mapped."""
-        predictor, labeled, base = self._predictor(cells, batch_size), self._labeled, self._mapping_base
-        is_new = np.zeros(len(cells), dtype=bool) if parts is None else parts == "new"
-        if not is_new.any() or not cast("Any", self.objective).maps_new_cells:
-            return predictor
-        if labeled is None or (labeled.in_base and base is None):
-            warn(
-                "The fine-tuned head alone predicts cells that are not from the fine-tuning data, because the model "
-                "has no labeled cells, or its base model was trained after fine-tuning or is not complete; fine-tune "
-                "again to map these cells."
-            )
-            return predictor
-        rows, module, space = np.flatnonzero(is_new), self.module, predictor
-        shift = {"n_new": len(rows), "gene_overlap": cells.overlap, "counts_kept": cells.counts_kept}
-        if labeled.in_base:
-            reference, tuning = cast("Encoder", base), cast("FineTuneSpec", self.spec.tuning)
-            mapping = reference._mapping_of(cells, rows)
-            of_base = FineTunedModule(reference._backbone, mapping)
-            space = replace(reference._predictor(cells, batch_size), module=of_base)
-            factors = mapping.only_factors(tuning.n_latent).to(self.device)
-            module = FineTunedModule(self._backbone, self.module.head, factors)
-            shift["gene_factor"] = mapping.typical_factor()
-        embeddings = space.embedding(rows)
-        shift["share_far"] = labeled.share_far(embeddings)
-        probabilities = labeled.probabilities(embeddings, len(cast("Any", self.objective).known_classes))
-        return replace(predictor, new=NewCells(is_new, module, probabilities, labeled.temperature, shift))
 
     def merge_adapter(self) -> None:
         """Merge the adapters into the weights; predictions stay the same and are as fast as without adapters.
@@ -902,14 +1134,15 @@ class Encoder(CellModel):
         >>> annotator.predict()["label"].equals(before)
         True
         """
-        self._task("merge_adapter")
-        if not has_lora(self._backbone):
+        task_of(self.fitted, "merge_adapter")
+        fitted, backbone = self.fitted, self.fitted.backbone
+        if not has_lora(backbone):
             raise OptionError("the model has no adapters to merge; fine-tune with lora=True.")
-        merge_lora(self._backbone)
-        self._backbone.requires_grad_(True)
-        assert self._spec.tuning is not None  # it has adapters
-        self._spec = replace(self._spec, tuning=replace(self._spec.tuning, lora=None))
-        self._objective = self._spec.build_objective()
+        merge_lora(backbone)
+        backbone.requires_grad_(True)
+        assert fitted.spec.tuning is not None  # it has adapters
+        fitted.spec = replace(fitted.spec, tuning=replace(fitted.spec.tuning, lora=None))
+        fitted.objective = fitted.spec.build_objective()
 
     @contextmanager
     def adapter_disabled(self) -> Iterator[None]:
@@ -937,9 +1170,9 @@ class Encoder(CellModel):
         >>> bool((before == model.get_latent_representation()).all())
         True
         """
-        if not has_lora(self._backbone):
+        if not has_lora(self.fitted.backbone):
             raise OptionError("the model has no adapters to disable; fine-tune with lora=True.")
-        with adapters_disabled(self._backbone):
+        with adapters_disabled(self.fitted.backbone):
             yield
 
     @classmethod
@@ -1024,93 +1257,18 @@ class Encoder(CellModel):
         >>> query_model.get_latent_representation().shape
         (60, 32)
         """
+        arguments = {name: value for name, value in locals().items() if name not in ("cls", "reference_model")}
         reference = cls.load(reference_model) if isinstance(reference_model, str | os.PathLike) else reference_model
         if not isinstance(reference, Encoder):
             raise OptionError(
-                f"is of type {type(reference).__name__}; pass a model or its folder.",
-                argument="reference_model",
+                f"is of type {type(reference).__name__}; pass a model or its folder.", argument="reference_model"
             )
         if not reference.is_trained_:
             raise OptionError(
-                "is not trained; train this model first, or pass a trained model.",
-                argument="reference_model",
+                "is not trained; train this model first, or pass a trained model.", argument="reference_model"
             )
-        if reference._labeled is not None and reference._labeled.in_base and reference._mapping_base is not None:
-            reference = cast("Encoder", reference._mapping_base)  # of an annotator
-        tuning, pretraining = reference.spec.tuning, cast("Any", reference._pretraining)
-        if tuning is not None and tuning.task not in ("adaptation", "integration"):
-            raise OptionError(f"was fine-tuned for {tuning.task!r}; pass its base model.", argument="reference_model")
-        integrated = tuning is not None and tuning.task == "integration"
-        stays = pretraining.maps_queries and not integrated
-        known = tuning.task_options if tuning is not None and integrated else pretraining.config() if stays else {}
-        origin = "fine-tuned for integration" if integrated else f"trained with {reference.spec.objective!r}"
-        of = f"a reference model {origin}"
-        if isinstance(lora, Mapping) if stays else not lora:
-            raise OptionError(f"has no effect for {of}; omit lora.", lora=lora)
-        if reference_cells is not None and not stays:
-            raise OptionError(f"has no effect for {of}; omit reference_cells.", argument="reference_cells")
-        if batch_key is not None and not known.get("batches") and reference_cells is None:
-            pretraining_batches = pretraining.config().get("batches")
-            why = "that learns nothing about the batches of a query" if pretraining_batches else "without batches"
-            raise OptionError(f"has no effect for {of} {why}; omit batch_key.", batch_key=batch_key)
-        source = reference._source(query)
-        cells: Any = reference._open(source)
-        split: dict[str, Any] = {"validation_size": validation_size, "test_size": 0.0, "seed": seed}
-        setup = reference._setup_of(source)
-        key: Any = batch_key or (setup or {}).get("batch_key") or known.get("batch_key")
-        if batch_key is not None:
-            cells.column(batch_key)  # raises if there is none
-        # Cells can be mapped without a batch; they are decoded with the mean of all batch vectors.
-        has_column = batch_key is not None or integrated or (cells.obs is not None and key in cells.obs)
-        found: dict[str, Any] = {}
-        if known.get("batches") and has_column and reference_cells is None:
-            found = with_batches_of(cells, key, known["batches"])
-        base, task = reference, dict[str, Any](name="adaptation")
-        given = source if isinstance(source, AnnData) else cells  # opened once
-        if reference_cells is not None:
-            learned = reference._open(reference._source(reference_cells))
-            given, found = of_both(cells, learned, pretraining, key, reference.seed)
-            base = with_room(reference, found)
-        elif integrated:
-            task = {"name": "integration", **known, **found, "n_reference": len(known["batches"])}
-        elif stays:
-            base = with_room(reference, found) if found else reference
-            task["n_reference"] = len(known["batches"] or [])
-            if reference._landmarks is None:
-                warn(
-                    "The reference model contains no embeddings of its training cells, so the query is not mapped onto "
-                    "the reference; complete the training of the reference model."
-                )
-            else:
-                task |= {"n_clusters": n_query_clusters(len(cells)), "n_tokens": len(reference.vocab)}
-        frozen = stays and reference_cells is None
-        model = finetune(base, task, given, {}, freeze=frozen, lora=not stays and lora, **split)
-        if integrated:
-            model.module.head.take_over(reference.module.head)
-        if stays:
-            model._landmarks = reference._landmarks
-        if frozen:
-            model._correction = reference._correction
-        if reference_cells is not None:
-            model._query = source
-        elif stays and reference._landmarks is not None:
-            model.module.head = reference._mapping_of(cells).to(model.device)
-        tuning = cast("FineTuneSpec", model.spec.tuning)
-        digest = digest_of(merged(reference._backbone))  # not that of the copy with vectors for new batches
-        tuning = replace(tuning, base={**tuning.base, "sha256": digest, "reference": True})
-        model._spec, model.is_trained_, model._base = replace(model.spec, tuning=tuning), True, reference
-        logger.info(
-            "The query contains %.1f%% of the genes of the reference model, and these genes account for %.1f%% of "
-            "the query counts.",
-            100 * cells.overlap,
-            100 * cells.counts_kept,
-        )
+        model: Encoder = query_model(reference, **arguments)
         return model
-
-    def _mapping_of(self, query: Cells, rows: np.ndarray | None = None) -> QueryMapping:
-        """Fit the mapping of query cells (in `rows`) onto the training cells."""
-        landmarks = cast("torch.Tensor", self._landmarks).numpy()
-        return fit_mapping(self._backbone, landmarks, query, self.tokenizer, self.objective, rows=rows, seed=self.seed)
 
     def transfer_labels(
         self,
@@ -1211,141 +1369,8 @@ class Encoder(CellModel):
         >>> "scforge_cell_type_transferred_probability" in query.obs
         True
         """
-        check_key("key_added", key_added)
-        if key_added in (OBSM_KEY, QUERY_KEY):
-            raise OptionError("is the name of an embedding; choose another name.", key_added=key_added)
-        check_count("n_neighbors", n_neighbors, "cells")
-        check_known("method", method, ("consensus", "linear", "knn"), "the methods", error=OptionError)
-        if unknown is not None:
-            check_share("unknown", unknown)
-            if method == "knn":
-                raise OptionError("has no effect for method='knn'; use another method.", unknown=unknown)
-        if min_probability is None and broader is not None:
-            min_probability = 0.5
-        if min_probability is not None:
-            check_share("min_probability", min_probability)
-        is_query = self._is_query
-        if query is None and not is_query:
-            raise OptionError("requires a model from load_query_data; pass the cells to label as query.", query=None)
-        source = self._source(query)
-        owner = reference if isinstance(reference, type(self)) else self._base if is_query else self
-        saved: Any = None if owner is None else owner._reference
-        labels_key = labels_key or (owner or self)._known_labels_key
-        if key_added is None:
-            check_key("labels_key", labels_key)
-        if labels_key is None:
-            raise OptionError(
-                ", but the reference was set up without labels; pass an obs column of the reference.", labels_key=None
-            )
-        opener = self if owner is reference else owner or self
-        if reference is None or owner is reference:
-            has_cells = owner is not None and (owner.adata is not None or owner._data is not None)
-            is_saved = saved is not None and (labels_key in saved.obs or not has_cells)
-            if owner is None or not (has_cells or is_saved):
-                raise OptionError(
-                    "the model has neither its training cells nor saved reference cells (save(reference=False), or set "
-                    "up without labels); pass labeled cells or a model as reference."
-                )
-            # Other cells may be attached to a loaded model than those it was trained on.
-            learned = saved if is_saved else owner._source(None)
-        else:
-            learned = opener._source(reference)
-        reference_cells = opener._open(learned)
-        labels = labels_of(reference_cells.column(labels_key), key=labels_key, warns=True)
-        rows = np.flatnonzero(labels.codes >= 0)
-        if len(np.unique(labels.codes[rows])) < 2:
-            raise DataError("has fewer than 2 labels in the reference; use another column.", labels_key=labels_key)
-        if method != "knn":
-            rows = rows[choose_labeled(np.asarray(labels.codes)[rows], seed=self.seed, most=MOST_CELLS)]
-        codes = np.asarray(labels.codes, dtype=np.int64)[rows]
-        # Query cells are moved onto the fixed reference.
-        landmarks = replace(self._predictor(reference_cells, batch_size), module=self._backbone).embedding(rows)
-        predictor = self._predictor(self._open(source), batch_size)
-        if query is not None:
-            module: torch.nn.Module = self._backbone
-            if self._landmarks is not None:
-                module = FineTunedModule(module, self._mapping_of(predictor.cells))
-            predictor = replace(predictor, module=module)
-        embedding = predictor.embedding()
-        parents = None if broader is None else broader_labels(broader, labels, reference_cells.column)
-        categories = list(labels.categories)
-        columns: dict[str, np.ndarray] = {}
-        is_unknown: np.ndarray | None = None
-        facts: dict[str, Any] = {}
-        if method == "knn":
-            n_classes = len(categories)
-            probabilities = neighbor_votes(
-                landmarks, codes, embedding, n_neighbors=n_neighbors, n_classes=n_classes, seed=self.seed
-            )
-        else:
-            sampled = reference_cells.sample(len(rows), rows=rows)
-            batches = (owner or opener)._batches_of(learned, reference_cells)[rows]
-            voted = consensus(
-                Labeled(landmarks, sampled, batches, codes),
-                embedding,
-                predictor.cells,
-                self._batches_of(source, predictor.cells),
-                len(categories),
-                views=VIEWS if method == "consensus" else VIEWS[:1],
-                seed=self.seed,
-            )
-            probabilities = voted.probabilities
-            columns = {"agreement": voted.agreement} if method == "consensus" else {}
-            columns["p_value"] = voted.p_values
-            if unknown is not None:
-                is_unknown = voted.p_values <= unknown
-                if np.isnan(voted.p_values).all():
-                    warn(
-                        f"unknown={unknown} has no effect, because the reference has too few cells for p-values: "
-                        f"{len(rows)}, and at least 50 are needed."
-                    )
-            facts = {"temperature": voted.temperature, "weights": voted.weights, "n_batches": len(np.unique(batches))}
-        labeled, probability = decide_labels(
-            probabilities, categories, min_probability=min_probability, broader=parents, is_unknown=is_unknown
-        )
-        table = pd.DataFrame(
-            {"label": labeled, "probability": probability, **columns}, index=cell_names(predictor.cells)
-        )
-        if isinstance(source, AnnData):
-            key = f"scforge_{labels_key}_transferred" if key_added is None else key_added
-            for column in table:
-                source.obs[key if column == "label" else f"{key}_{column}"] = table[column]
-            for name in {"agreement", "p_value"} - set(table):  # of an earlier transfer by another method
-                if f"{key}_{name}" in source.obs:
-                    del source.obs[f"{key}_{name}"]
-            shown = choose_labeled(codes, seed=self.seed)
-            facts |= {"method": method, "labels_key": labels_key, "n_reference": len(rows)}
-            facts |= {"gene_overlap": predictor.cells.overlap, "counts_kept": predictor.cells.counts_kept}
-            facts |= {"reference_embedding": landmarks[shown]}
-            facts |= {"reference_labels": np.array(categories, dtype=object)[codes[shown]]}
-            facts |= {"embedding_key": self._obsm_key, "model": digest_of(self._backbone)}
-            if method != "knn":
-                known = fingerprints(sampled)
-                facts["n_in_reference"] = int(np.isin(fingerprints(predictor.cells), known).sum())
-            source.uns[UNS_KEY] = {**source.uns.get(UNS_KEY, {}), key: {**self._made_with(), **facts}}
-            if source is not learned and (is_query or source is not self.adata):
-                self._keep(source, AUTO_KEY, embedding, predictor.cells)
-                made = source.uns[UNS_KEY][self._obsm_key]
-                made["model"] = facts["model"]
-                if self._landmarks is not None:
-                    made["task"] = "adaptation"  # as from load_query_data
-        return table
-
-    @property
-    def _known_labels_key(self) -> str | None:
-        """Column of the saved reference cells with the labels, or that of the setup."""
-        saved: Any = self._reference
-        return self._setup.get("labels_key") if saved is None else str(saved.obs.columns[0])
-
-    def _batches_of(self, source: Any, cells: Any) -> np.ndarray:
-        """Return the batch of each cell by the setup of an AnnData or of this model; one batch without a key."""
-        key = (self._setup_of(source) or self._setup).get("batch_key")
-        if self._reference is not None and source is self._reference:
-            key = next(iter(cells.obs.columns[1:]), None)
-        if key is None or cells.obs is None or key not in cells.obs:
-            return np.full(len(cells), "batch")
-        found = texts_of(cells.column(key), key=key, argument="batch_key")
-        return np.where(found.codes >= 0, np.asarray(found, dtype=object), "").astype(str)
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        return transfer_labels(self, **arguments)
 
     def get_gene_embeddings(
         self,
@@ -1404,21 +1429,20 @@ class Encoder(CellModel):
         """
         check_key("key_added", key_added)
         check_count("max_cells", max_cells, "cells")
-        has_cells = adata is not None or self.adata is not None or self._data is not None
+        has_cells = contextual or adata is not None or training_source(self) is not None
+        source = source_of(self, adata) if has_cells else None
+        self.fitted.check_ready("gene embeddings are")
         if contextual:
-            source = self._ready(adata, "gene embeddings are")
-            some = self._open(source).sample(max_cells, seed=check_seed(seed))
             vectors, _ = contextual_gene_embeddings(
-                self._backbone,
-                some,
+                self.fitted.backbone,
+                self.open_cells(source).sample(max_cells, seed=check_seed(seed)),
                 self.tokenizer,
                 objective=self.objective,
                 batch_size=batch_size,
                 layer=layer,
             )
         else:
-            source = self._ready(adata, "gene embeddings are", needs_cells=has_cells)
-            vectors = input_gene_embeddings(self._backbone, self.tokenizer)
+            vectors = input_gene_embeddings(self.fitted.backbone, self.tokenizer)
         if key_added is not None and isinstance(source, AnnData):
             columns = column_genes(self, source)
             source.varm[key_added] = np.where((columns >= 0)[:, None], vectors[columns], np.float32(np.nan))
@@ -1498,11 +1522,10 @@ class Encoder(CellModel):
         check_count("min_cells", min_cells, "cells")
         check_count("top_k", top_k, "genes")
         check_count("max_genes", max_genes, "genes")
-        source = self._ready(adata, "attention is")
-        some = self._open(source).sample(max_cells, seed=check_seed(seed))
+        source, cells = ready_cells(self, adata, "attention is")
         graph = attention_between_genes(
-            self._backbone,
-            some,
+            self.fitted.backbone,
+            cells.sample(max_cells, seed=check_seed(seed)),
             self.tokenizer,
             objective=self.objective,
             layer=layer,
@@ -1580,15 +1603,9 @@ class Encoder(CellModel):
             )
         wanted = self.vocab.genes if genes is None else genes
         numbers = gene_numbers(self, wanted, source=source)
-        cells = self._open(source)
+        cells = self.open_cells(source)
         values = predict_uncounted(
-            self._backbone,
-            cells,
-            self.tokenizer,
-            objective,
-            numbers,
-            seed=seed,
-            batch_size=batch_size,
+            self.fitted.backbone, cells, self.tokenizer, objective, numbers, seed=seed, batch_size=batch_size
         )
         return expression_table(self, source, cells, values, numbers, key_added)
 
@@ -1648,8 +1665,8 @@ class Encoder(CellModel):
         check_count("n_folds", n_folds, "folds", least=2)
         source, objective = predicting(self, adata, seed)
         values = predict_counted(
-            self._backbone,
-            self._open(source),
+            self.fitted.backbone,
+            self.open_cells(source),
             self.tokenizer,
             objective,
             n_folds=n_folds,
@@ -1780,20 +1797,19 @@ class Encoder(CellModel):
         if n_permutations is not None:
             check_count("n_permutations", n_permutations, "genes", least=0)
         check_seed(seed)
-        source = self._ready(adata, "its perturbation effects are")
+        source = source_of(self, adata)
+        self.fitted.check_ready("its perturbation effects are")
         Perturbation(mode)  # raises an error for an unknown mode
         numbers = None if genes is None else gene_numbers(self, genes, source=source)
         if numbers is None and combinations is not False:
             raise OptionError(
                 "requires genes, because there are too many pairs of all genes; pass a list of genes.", combinations=2
             )
-        cells = self._open(source)
-        embedders: dict[str, Callable[[Cells], np.ndarray]] = {
-            "": partial(embed, self.module, tokenizer=self.tokenizer, objective=self.objective, batch_size=batch_size)
-        }
+        cells = self.open_cells(source)
+        embedders: dict[str, Callable[[Cells], np.ndarray]] = {"": partial(self.fitted.embed, batch_size=batch_size)}
         if untrained and n_permutations != 0:
             try:
-                embedders["_untrained"] = untrained_embedder(self, batch_size)
+                embedders["_untrained"] = untrained_embedder(self.fitted, batch_size)
             except OptionError as error:
                 warn(f"untrained=True is ignored: {error}")
         results, settings = perturbation_table(
@@ -1812,7 +1828,9 @@ class Encoder(CellModel):
         )
         if key_added is not None and isinstance(source, AnnData):
             # h5ad cannot store None.
-            facts = {name: value for name, value in {**self._made_with(), **settings}.items() if value is not None}
+            facts = {
+                name: value for name, value in {**self.fitted.provenance(), **settings}.items() if value is not None
+            }
             source.uns[UNS_KEY] = {**source.uns.get(UNS_KEY, {}), key_added: {**facts, "results": results}}
         return results
 
@@ -1878,20 +1896,8 @@ class Encoder(CellModel):
         >>> model.generate(5).n_obs
         5
         """
-        return generate_with(
-            self,
-            n_cells,
-            prompt=prompt,
-            condition=condition,
-            batch_size=batch_size,
-            temperature=temperature,
-            top_k=top_k,
-            seed=seed,
-            max_len=max_len,
-            n_steps=n_steps,
-        )
-
-    _facts: CardFacts
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        return generate_with(self, **arguments)
 
     def save(
         self,
@@ -1940,7 +1946,7 @@ class Encoder(CellModel):
         if adapter_only:
             if save_anndata:
                 raise OptionError("has no effect with adapter_only=True; remove one of the two.", save_anndata=True)
-            save_adapter(self, dir_path, overwrite=overwrite)
+            save_adapter(self.fitted, dir_path, overwrite=overwrite)
             return
         if save_anndata and self.adata is None:
             raise OptionError(
@@ -1950,32 +1956,15 @@ class Encoder(CellModel):
         if not isinstance(reference, bool):
             check_count("reference", reference, "cells", least=2)
         most = MOST_CELLS if reference is True else int(reference)
-        cells = self._reference_to_save(most) if reference else None
+        cells = reference_to_save(self, most) if reference else None
         if cells is None and not isinstance(reference, bool):
             warn(
                 f"reference={reference} has no effect, because the model is fine-tuned, or has no training cells with "
                 "at least two labels."
             )
-        self._write(dir_path, overwrite=overwrite, adata=self.adata if save_anndata else None, reference=cells)
-        self._origin = self._origin_at(dir_path)
-
-    def _reference_to_save(self, most: int = MOST_CELLS) -> CellSource | None:
-        """Return labeled training cells, or None if the model has none."""
-        key, batch_key = (self._setup.get(name) for name in ("labels_key", "batch_key"))
-        if self.spec.tuning is not None:
-            return None
-        if self._reference is not None:  # of a loaded model, to which other cells may be attached
-            saved: Any = self._reference
-            columns = [*saved.obs.columns, None]
-            return choose_reference(saved, columns[0], columns[1], most=most, seed=self.seed)
-        if key is None or (self.adata is None and self._data is None):
-            return None
-        try:
-            cells: Any = self._open(self._source(None))
-            return choose_reference(cells, key, batch_key, most=most, seed=self.seed)
-        except ScforgeError as error:  # the cells were changed after training
-            warn(f"No reference cells are saved with the model: {error}")
-            return None
+        adata = self.adata if save_anndata else None
+        self.fitted.write(dir_path, overwrite=overwrite, adata=adata, reference=cells)
+        self.fitted.origin = self.fitted.origin_at(dir_path)
 
     @classmethod
     def load(
@@ -2050,21 +2039,6 @@ class Encoder(CellModel):
         message = f"dir_path={os.fspath(dir_path)!r}"
         found = read_settled(dir_path, lambda _: find_model(dir_path, prefix=message, revision=revision, **access))
         return cast("Self", load_found(cls, found, message, adata, base=base, device=device, access=access))
-
-    @classmethod
-    def _load_folder(
-        cls, folder: str | os.PathLike[str], adata: AnnData | Literal[False] | None, device: str | torch.device
-    ) -> Any:
-        """Load the model in a folder."""
-
-        def read(place: Path) -> Any:
-            stored = read_folder(place)
-            cells = read_adata(place, stored.content) if adata is None else None if adata is False else adata
-            model = cls._of_folder(place, stored, adata=cells, device=device)
-            model._reference = read_saved_reference(place, stored.content, stored.spec.vocab)
-            return model
-
-        return read_settled(folder, read)
 
     @staticmethod
     def load_registry(dir_path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -2179,7 +2153,7 @@ class Encoder(CellModel):
             return
         from scforge.estimators.export import export_model
 
-        export_model(self, path, format, max_len=max_len, correction=correction, overwrite=overwrite)
+        export_model(self.fitted, path, format, max_len=max_len, correction=correction, overwrite=overwrite)
 
     def push_to_hub(
         self,
@@ -2329,40 +2303,4 @@ class Encoder(CellModel):
         >>> model = scforge.models.Encoder.from_checkpoint("models.ckpt", family="scfoundation")  # doctest: +SKIP
         >>> model.get_latent_representation(adata)  # doctest: +SKIP
         """
-        return cls._of_foreign(read_checkpoint(path, family, **options), adata, device)
-
-    @classmethod
-    def _of_foreign(cls, found: Foreign, adata: AnnData | None, device: str | torch.device) -> Self:
-        """Create a model from a checkpoint, using the model class of its architecture."""
-        special = class_of_architecture(found.architecture["name"])
-        kind = cast("type[CellModel]", special if issubclass(special, cls) else cls)
-        setup = {"layer": None, "gene_key": None, "batch_key": None, "labels_key": None}
-        registry = None
-        if adata is None:
-            registry = bare_registry(kind.__name__, setup)
-        elif kind._setup_of(adata) is None:
-            kind.setup_anndata(adata)
-        # Before memory is taken for a module of the size that a config claims.
-        spec, expected = spec_of_checkpoint(found)
-        weights = None if expected is None else found.weights(expected)
-        model = kind._of_spec(spec, adata=adata, registry=registry, seed=0, draws=expected is None)
-        if weights is None:
-            weights = found.weights(shapes_of(model.module))
-        load_weights(model.module, weights, source=found.source)
-        model.to_device(device)
-        model.is_trained_ = True  # elsewhere
-        model._facts = CardFacts.of_checkpoint(found)
-        return cast("Self", model)
-
-
-def _verdict(evaluated: Evaluated, place: str) -> str:
-    """Return a sentence on the differences of the main score from all baselines; `place` has the others."""
-    table = evaluated.tables["differences"]
-    score = next(name for name in ("macro_f1", *table["score"]) if name in set(table["score"]))
-    lines = table[table["score"] == score]
-    parts = (
-        f"{one.difference:+.3f} from {one.method}"
-        + (f" ({one.low:+.3f} to {one.high:+.3f}, {one.verdict})" if one.verdict else " (no interval)")
-        for one in lines.itertuples()
-    )
-    return f"{score} of scforge, difference and 95% interval: {'; '.join(parts)}. All scores: {place}."
+        return cast("Self", load_foreign(cls, read_checkpoint(path, family, **options), adata, device))

@@ -16,9 +16,11 @@ from scforge._progress import announce
 from scforge._registry import check_options
 from scforge.data.checks import check_is_adata, gene_names
 from scforge.errors import DataError, OptionError, listing, spelled, warn
-from scforge.estimators.base import CellModel
+from scforge.estimators.encoder import Encoder
 from scforge.estimators.generate import check_generates
 from scforge.estimators.genes import untrained_embedder
+from scforge.estimators.setup import setup_of, write_embedding
+from scforge.estimators.tasks import learned_labels_of
 from scforge.eval.base import Entry, Evaluation, to_evaluation
 from scforge.eval.generation import evaluate_generation
 from scforge.eval.harness import check_seeds, entries_of, evaluate
@@ -47,7 +49,7 @@ _UNTRAINED_NAME = "untrained"
 
 
 def evaluate_models(
-    models: CellModel | Mapping[str, CellModel | Sequence[CellModel]],
+    models: Encoder | Mapping[str, Encoder | Sequence[Encoder]],
     adata: AnnData,
     *,
     benchmarks: Entry | Sequence[Entry] | None = None,
@@ -134,7 +136,7 @@ def evaluate_models(
     check_key("key_added", key_added)
     check_is_adata(adata)
     check_seeds(seeds)
-    trained = {"scforge": [models]} if isinstance(models, CellModel) else _lists(models)
+    trained = {"scforge": [models]} if isinstance(models, Encoder) else _lists(models)
     evaluations = [] if benchmarks is None else [to_evaluation(entry) for entry in entries_of(benchmarks)]
     others = [one for one in evaluations if one.subject != "embedding"]
     of_embeddings = [one for one in evaluations if one.subject == "embedding"]
@@ -163,7 +165,7 @@ def evaluate_models(
                     f"{name!r}; pass cells that the model was not trained on, and "
                     f"{spelled('load the model with its training cells', 'its training cells as --trained-on')}."
                 )
-            check_generates(model)
+            check_generates(model.fitted)
     if others and not of_embeddings and (obsm_keys or baselines is not True):
         unused = "obsm_keys" if obsm_keys else "baselines"
         raise OptionError(f"{unused} has no effect, because no embedding benchmark is selected; omit {unused}.")
@@ -204,8 +206,8 @@ def evaluate_models(
 
 
 def _evaluate_embeddings(
-    trained: Mapping[str, Sequence[CellModel]],
-    every: Mapping[str, CellModel],
+    trained: Mapping[str, Sequence[Encoder]],
+    every: Mapping[str, Encoder],
     adata: AnnData,
     evaluations: list[Evaluation],
     *,
@@ -247,7 +249,7 @@ def _evaluate_embeddings(
         kinds |= dict.fromkeys(obsm_keys, "model")
         if untrained:
             try:
-                adata.obsm[_UNTRAINED] = untrained_embedder(first, batch_size)(first._cells(adata))
+                adata.obsm[_UNTRAINED] = untrained_embedder(first.fitted, batch_size)(first.open_cells(adata))
                 kinds[_UNTRAINED] = "untrained"
             except OptionError as error:
                 notes.append(f"There is no row for random weights: {error}")
@@ -265,7 +267,7 @@ def _evaluate_embeddings(
             adata,
             chosen,
             kinds,
-            layer=(first._setup_of(adata) or first._setup).get("layer"),
+            layer=(setup_of(type(first), adata) or first.fitted.setup).get("layer"),
             baselines=baselines,
             replicates={f"X_{name}": [f"X_{name}_{i}" for i in range(n)] for name, n in several.items()},
             rows=rows,
@@ -290,7 +292,7 @@ def _evaluate_embeddings(
     report.notes += notes + _explanations(every, adata, obsm_keys)
     if key_added is not None:
         for name, model in every.items():
-            model._keep(adata, f"X_{name}", computed.pop(f"X_{name}"), model._cells(adata))
+            write_embedding(model.fitted, adata, f"X_{name}", computed.pop(f"X_{name}"), model.open_cells(adata))
         adata.obsm.update({key: computed[key] for key in computed if key != _UNTRAINED})
         write_scores(adata, key_added, report.to_frame())
     return report
@@ -314,51 +316,50 @@ def _fit_to(
     return notes
 
 
-def _lists(models: Any) -> dict[str, list[CellModel]]:
+def _lists(models: Any) -> dict[str, list[Encoder]]:
     """Return a mapping from name to the training runs of each model."""
     lists = {}
     if isinstance(models, Mapping):
-        lists = {name: [some] if isinstance(some, CellModel) else list(some) for name, some in models.items()}
-    if not lists or not all(some and all(isinstance(one, CellModel) for one in some) for some in lists.values()):
+        lists = {name: [some] if isinstance(some, Encoder) else list(some) for name, some in models.items()}
+    if not lists or not all(some and all(isinstance(one, Encoder) for one in some) for some in lists.values()):
         raise OptionError(
             "must be a model or a dict {name: model}; load a model folder with Encoder.load.", argument="models"
         )
     return lists
 
 
-def _keys(models: Mapping[str, CellModel], adata: AnnData, given: Mapping[str, str | None]) -> dict[str, str | None]:
+def _keys(models: Mapping[str, Encoder], adata: AnnData, given: Mapping[str, str | None]) -> dict[str, str | None]:
     """Return the given obs columns, or else the columns in the setup of the models, if the cells contain them."""
     keys = dict(given)
     for name in _KEYS:
         if keys[name] is not None:
             check_column(name, str(keys[name]), adata.obs)
             continue
-        setups = [model._setup_of(adata) or {} for model in models.values()] + [
-            model._setup for model in models.values()
-        ]
+        setups = [setup_of(type(model), adata) for model in models.values()]
+        setups += [model.fitted.setup for model in models.values()]
         found = (setup.get(name) for setup in setups)
         keys[name] = next((key for key in found if key is not None and key in adata.obs), None)
     return keys
 
 
-def knows_labels(model: CellModel) -> bool:
+def knows_labels(model: Encoder) -> bool:
     """Return whether a model learned from cell labels, in fine-tuning or in pretraining."""
-    return model._learned is not None or _pretraining_labels(model) is not None
+    return model.fitted.learned is not None or _pretraining_labels(model) is not None
 
 
-def _pretraining_labels(model: CellModel) -> str | None:
+def _pretraining_labels(model: Encoder) -> str | None:
     """Return the obs column whose labels a model learned in pretraining, or None if there is no such column."""
-    key: str | None = getattr(model._pretraining, "labels_key", None)
+    key: str | None = getattr(model.fitted.pretraining, "labels_key", None)
     return key
 
 
-def _unseen(models: Mapping[str, CellModel], adata: AnnData) -> np.ndarray | None:
+def _unseen(models: Mapping[str, Encoder], adata: AnnData) -> np.ndarray | None:
     """Return the rows of cells whose labels no model learned from, or None if these are all rows."""
     kept = np.ones(adata.n_obs, dtype=bool)
     for name, model in models.items():
-        if model._learned is None:
+        if model.fitted.learned is None:
             continue
-        kept &= ~model._learned_labels_of(model._cells(adata))
+        kept &= ~learned_labels_of(model.fitted, model.open_cells(adata))
         if not kept.any():
             raise DataError(
                 f"the model {name!r} was fine-tuned on all of these cells, so its embedding contains their labels; "
@@ -371,7 +372,7 @@ def _unseen(models: Mapping[str, CellModel], adata: AnnData) -> np.ndarray | Non
 
 
 def _facts(
-    models: Mapping[str, Sequence[CellModel]], adata: AnnData, n_scored: int, keys: Mapping[str, str | None]
+    models: Mapping[str, Sequence[Encoder]], adata: AnnData, n_scored: int, keys: Mapping[str, str | None]
 ) -> dict[str, Any]:
     facts: dict[str, Any] = {"cells": f"{n_scored:,} of {adata.n_obs:,}, {adata.n_vars:,} genes"}
     for name, key in keys.items():
@@ -384,10 +385,10 @@ def _facts(
     return facts
 
 
-def _explanations(models: Mapping[str, CellModel], adata: AnnData, obsm_keys: Sequence[str]) -> list[str]:
+def _explanations(models: Mapping[str, Encoder], adata: AnnData, obsm_keys: Sequence[str]) -> list[str]:
     """Return sentences for the report on the cells and labels that each row was trained on."""
     sentences = ["All baselines are fitted on the expression of all cells, without labels."]
-    supervised = [name for name, model in models.items() if model._learned is not None]
+    supervised = [name for name, model in models.items() if model.fitted.learned is not None]
     if supervised:
         sentences.append(
             f"{listing(supervised)} learned from labels of other cells, unlike the baselines, so there is no test."
@@ -398,7 +399,7 @@ def _explanations(models: Mapping[str, CellModel], adata: AnnData, obsm_keys: Se
                 f"{name!r} learned from obs[{labels_key!r}] in its pretraining, possibly of these cells, so there is "
                 "no test."
             )
-        condition = getattr(model._pretraining, "condition_key", None)
+        condition = getattr(model.fitted.pretraining, "condition_key", None)
         if condition is not None:
             sentences.append(f"{name!r} was trained with obs[{condition!r}] as a condition.")
     own = [name for name, model in models.items() if model.adata is adata and not knows_labels(model)]
@@ -417,7 +418,7 @@ def _explanations(models: Mapping[str, CellModel], adata: AnnData, obsm_keys: Se
 
 
 def _networks(
-    models: Mapping[str, CellModel],
+    models: Mapping[str, Encoder],
     adata: AnnData,
     evaluation: Evaluation,
     network: Any,
@@ -458,7 +459,7 @@ def _networks(
 
 
 def _generated(
-    models: Mapping[str, CellModel], adata: AnnData, evaluation: Evaluation, *, batch_size: int, **options: Any
+    models: Mapping[str, Encoder], adata: AnnData, evaluation: Evaluation, *, batch_size: int, **options: Any
 ) -> Report:
     """Score the cells that models generate against unseen cells."""
     seed = int(options["seeds"][0])
@@ -467,5 +468,5 @@ def _generated(
     if len(cells) > 1:
         raise OptionError(f"the models {listing(models)} have different training cells; evaluate them one at a time.")
     (trained,) = cells.values()
-    layer = (next(iter(models.values()))._setup_of(adata) or {}).get("layer")
+    layer = setup_of(type(next(iter(models.values()))), adata).get("layer")
     return evaluate_generation(computed, adata, trained, layer=layer, **options, **dict(evaluation.options))

@@ -32,8 +32,10 @@ from scforge.models.components.gene_vectors import GeneVectorBag, check_filled
 from scforge.models.scdiva.parts import GeneEmbedding
 
 if TYPE_CHECKING:
-    from scforge.estimators.base import CellModel
+    from scforge.estimators.fitted import FittedModel
 
+
+type _Batch = dict[str, torch.Tensor]
 
 _FORMAT = 1
 _FILES = {"onnx": "model.onnx", "torch": "model.pt2"}
@@ -111,7 +113,7 @@ def _sorted_by_topk(values: Any, stable: bool | None = None, dim: int = -1, desc
 
 
 def export_model(
-    model: CellModel,
+    model: FittedModel,
     path: str | os.PathLike[str],
     format: str,
     *,
@@ -129,13 +131,13 @@ def export_model(
         raise OptionError(
             "a query model maps cells onto its reference and cannot be exported; export the reference model instead."
         )
-    fitted = model._correction_for(correction)
-    if fitted is not None and model._is_query:
+    fitted = model.correction_for(correction)
+    if fitted is not None and model.is_query:
         raise OptionError(
             "is for the batches of the reference; export the reference model instead.", correction=correction
         )
     longest = _longest(model, max_len)
-    encoder = merged(model._backbone)
+    encoder = merged(model.backbone)
     batches = [_batch(model, n_cells, n_genes, longest) for n_cells, n_genes in (_TRACED, *_COMPARED)]
     names = tuple(name for name in batches[0] if name in inspect.signature(encoder.encode).parameters)
     if fitted is not None:
@@ -153,7 +155,7 @@ def export_model(
             with _without_warnings():
                 torch.export.save(program, file)
         parity = _parity(model, encoder, names, batches[1:], file, correction)
-        model.vocab.save(folder / "vocab.json")
+        model.spec.vocab.save(folder / "vocab.json")
         content = _description(model, names, batches[0], longest, file, parity)
         content |= {
             "correction": float(correction),
@@ -163,7 +165,7 @@ def export_model(
         (folder / "export.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _longest(model: CellModel, max_len: int | None) -> int:
+def _longest(model: FittedModel, max_len: int | None) -> int:
     """Return the maximum number of tokens of an exported model."""
     spec = model.spec
     made_for = spec.model_options.get("max_seq_len")
@@ -176,10 +178,10 @@ def _longest(model: CellModel, max_len: int | None) -> int:
     return max_len
 
 
-def _batch(model: CellModel, n_cells: int, n_genes: int, longest: int) -> dict[str, torch.Tensor]:
+def _batch(model: FittedModel, n_cells: int, n_genes: int, longest: int) -> _Batch:
     """Return tokens of random cells with `n_genes` expressed genes (as many as fit if 0), fewer in each next cell."""
     generator = np.random.default_rng(n_cells)
-    n_all = model.vocab.n_genes
+    n_all = model.spec.vocab.n_genes
     counts = np.zeros((n_cells, n_all))
     for cell in range(n_cells):
         n_here = max(1, min(n_genes or longest, n_all) - 2 * cell)
@@ -189,14 +191,14 @@ def _batch(model: CellModel, n_cells: int, n_genes: int, longest: int) -> dict[s
     tokens = model.tokenizer(block)
     objective = model.objective
     arranged = objective.arrange(tokens, model.tokenizer, np.zeros(n_cells, dtype=np.int64), epoch=0, seed=0)
-    return {name: tensor[:, :longest].contiguous() for name, tensor in cast(dict[str, torch.Tensor], arranged).items()}
+    return {name: tensor[:, :longest].contiguous() for name, tensor in cast(_Batch, arranged).items()}
 
 
 def _program(
-    model: CellModel,
+    model: FittedModel,
     encoder: nn.Module,
     names: tuple[str, ...],
-    batch: dict[str, torch.Tensor],
+    batch: _Batch,
     longest: int,
     formula: nn.Module | None,
     correction: float,
@@ -224,7 +226,7 @@ def _program(
         raise OptionError(f"cannot be exported ({first_line(error)}).", architecture=name) from error
 
 
-def _write_onnx(model: CellModel, program: Any, names: tuple[str, ...], file: Path) -> None:
+def _write_onnx(model: FittedModel, program: Any, names: tuple[str, ...], file: Path) -> None:
     try:
         with _without_warnings():
             exported = torch.onnx.export(
@@ -247,12 +249,7 @@ def _write_onnx(model: CellModel, program: Any, names: tuple[str, ...], file: Pa
 
 
 def _parity(
-    model: CellModel,
-    encoder: nn.Module,
-    names: tuple[str, ...],
-    batches: list[dict[str, torch.Tensor]],
-    file: Path,
-    correction: float,
+    model: FittedModel, encoder: nn.Module, names: tuple[str, ...], batches: list[_Batch], file: Path, correction: float
 ) -> dict[str, Any]:
     """Compare the results of the file and `encoder` on batches other than the traced batch."""
     computed = _runner(file, names)
@@ -262,7 +259,7 @@ def _parity(
         tokens = {name: tensor for name, tensor in batch.items() if name != _BATCH}
         codes = batch[_BATCH].numpy() if _BATCH in batch else None
         with torch.no_grad():
-            wanted = model._corrected(encoder.encode(**tokens).numpy(), codes, correction)
+            wanted = model.corrected(encoder.encode(**tokens).numpy(), codes, correction)
         found = computed([batch[name] for name in names])
         # max() ignores NaN.
         if found.shape != wanted.shape or not (np.isfinite(found).all() and np.isfinite(wanted).all()):
@@ -299,12 +296,7 @@ def _runner(file: Path, names: tuple[str, ...]) -> Any:
 
 
 def _description(
-    model: CellModel,
-    names: tuple[str, ...],
-    batch: dict[str, torch.Tensor],
-    longest: int,
-    file: Path,
-    parity: dict[str, Any],
+    model: FittedModel, names: tuple[str, ...], batch: _Batch, longest: int, file: Path, parity: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the metadata that is needed to use the file."""
     parts = model.spec.to_json()
@@ -319,7 +311,7 @@ def _description(
         "opset": _OPSET if file.suffix == ".onnx" else None,
         "architecture": parts["architecture"],
         "tokenizer": parts["tokenizer"],
-        "vocab": {"file": "vocab.json", "hash": model.vocab.hash, "tokens": len(model.vocab)},
+        "vocab": {"file": "vocab.json", "hash": model.spec.vocab.hash, "tokens": len(model.spec.vocab)},
         "inputs": [{"name": name, "dtype": dtypes[name], "shape": shapes[name]} for name in names],
         "outputs": [{"name": _OUTPUT, "dtype": "float32", "shape": ["cells", "dimensions"]}],
         "max_len": longest,

@@ -1,4 +1,4 @@
-"""Create fine-tuned models and query models, save and load adapters, and transfer labels."""
+"""Create fine-tuned models and models of query cells, and save and load adapters."""
 
 from __future__ import annotations
 
@@ -27,18 +27,11 @@ from scforge._io import atomic_folder, sha256_of
 from scforge._registry import check_options
 from scforge.data.cells import Cells, named_column
 from scforge.data.checks import inherited_batch_key
+from scforge.data.neighbors import n_query_clusters
 from scforge.errors import DataError, ModelFileError, OptionError, ScforgeWarning, listing, warn
-from scforge.estimators.base import CellModel
-from scforge.estimators.serialize import (
-    ADAPTER,
-    CORRECTION,
-    LABELED,
-    check_sum,
-    load_weights,
-    read_description,
-    sealed,
-)
-from scforge.estimators.setup import bare_registry
+from scforge.estimators.fitted import FittedModel
+from scforge.estimators.serialize import ADAPTER, check_sum, load_weights, read_description, sealed
+from scforge.estimators.setup import Model, Source, register, set_up_like, setup_of, source_of
 from scforge.estimators.spec import FineTuneSpec, check_freeze, named_options
 from scforge.finetuning.adapters import base_state, digest_of, is_adapter, load_base, lora_options, merged
 from scforge.finetuning.base import TASKS, Task, get_task
@@ -50,11 +43,8 @@ from scforge.models.components.gene_vectors import check_filled
 from scforge.models.components.latent import batch_vectors
 from scforge.training.datamodule import CellDataModule
 from scforge.training.options import TrainOptions
-from scforge.training.predict import embed
 
 logger = logging.getLogger("scforge")
-
-_LEFT_OUT = ("self", "predictor", "adata", "key_added", "context")
 
 _OF_DATA = ("batch_size", "max_tokens_per_batch", "num_threads")
 
@@ -66,25 +56,10 @@ _MOST = 20_000
 _CONFIG, _WEIGHTS = "adapter.json", "adapter.safetensors"
 
 
-def warn_of_undecided(unclear: np.ndarray) -> None:
-    """Warn about cells that may have been used as training cells in fine-tuning."""
-    if unclear.any():
-        n_unclear = f"{int(unclear.sum())} of the {len(unclear)} cells"
-        warn(
-            f"{n_unclear} may have been used for fine-tuning; this cannot be checked, because they have other genes "
-            "and no cell names to compare."
-        )
-
-
-def options_of(method: Any) -> list[str]:
-    """Return the option names of a task method."""
-    return [name for name in inspect.signature(method).parameters if name not in _LEFT_OUT]
-
-
 def finetune(
-    model: CellModel,
+    model: Model,
     task: str | Mapping[str, Any],
-    source: Any,
+    adata: Any,
     options: dict[str, Any],
     *,
     labels_key: str | None = None,
@@ -97,16 +72,17 @@ def finetune(
     seed: int | None = None,
     split_by: str | None = None,
     split_key: str | None = None,
-) -> CellModel:
+) -> Any:
     """Create the model of :meth:`scforge.models.Encoder.finetune`, ready to train with the remaining `options`."""
     check_shares(validation_size, test_size)
     check_freeze(freeze, lora, options.get("gradual_unfreezing"))
     freeze = freeze if isinstance(freeze, bool) else int(freeze)  # numbers of NumPy cannot be saved
-    check_filled(model.module)
-    seed = model.seed if seed is None else check_seed(seed)
-    source = model._source(source)
-    registered = model._setup_of(source)
-    setup = registered or model._setup
+    fitted = model.fitted
+    check_filled(fitted.module)
+    seed = fitted.seed if seed is None else check_seed(seed)
+    source = source_of(model, adata)
+    registered = setup_of(type(model), source)
+    setup = registered or fitted.setup
     common = {"labels_key": labels_key, "batch_key": batch_key, "head": head}
     name, task_options = _task_options(task, options, common, setup)
     if issubclass(TASKS.get(name), SupervisedTask):  # predictions are written under these names
@@ -114,7 +90,7 @@ def finetune(
             keys = task_options.get(argument)
             for key in [keys] if isinstance(keys, str) else keys or ():
                 check_key(argument, key)
-    cells = model._open(source)
+    cells = model.open_cells(source)
     how: dict[str, Any] = {
         "validation_size": float(validation_size),
         "test_size": float(test_size),
@@ -124,24 +100,23 @@ def finetune(
     }
     made = get_task(name, **task_options)
     split = make_split(made, cells, **how)
-    seen = HeldOutRegistry(split, CellFingerprints.of(cells), model._learned or CellFingerprints.none())
+    seen = HeldOutRegistry(split, CellFingerprints.of(cells), fitted.learned or CellFingerprints.none())
     found = made.options_from(lambda key: cells.column(key).iloc[split.train])
     made = get_task(name, **{**task_options, **found})
     made.check_split(cells.column, split)
-    encoder = merged(model._backbone)
-    n_latent = embed(model.module, cells, model.tokenizer, objective=model.objective, rows=split.train[:1]).shape[1]
+    encoder = merged(fitted.backbone)
     tuning = FineTuneSpec(
         task=name,
         task_options=made.config(),
-        n_latent=n_latent,
+        n_latent=fitted.embed(cells, rows=split.train[:1]).shape[1],
         lora=lora_options(encoder, lora),
         freeze=freeze,
         split={**how, "cells": seen.digest},
-        base={"sha256": digest_of(encoder), "n_epochs": model.n_epochs_},
+        base={"sha256": digest_of(encoder), "n_epochs": fitted.n_epochs},
     )
     data: dict[str, Any] = {}
     if isinstance(source, AnnData):
-        data["adata"] = set_up(model, source, setup, labels_key, batch_key)
+        data["adata"] = set_up(type(model), source, setup, labels_key, batch_key)
     else:
         given = {key: options.pop(key) for key in _OF_DATA if options.get(key) not in (None, "auto")}
         data["datamodule"] = CellDataModule(
@@ -149,15 +124,16 @@ def finetune(
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScforgeWarning)  # about genes, as issued when the cells were opened above
-        tuned = type(model)._of_spec(replace(model.spec, tuning=tuning), seed=seed, **data)
-    if registered is not None and all(registered[key] in (None, *source.obs) for key in ("batch_key", "labels_key")):
+        cls: Any = type(model)
+        tuned = cls.of_fitted(FittedModel(replace(fitted.spec, tuning=tuning), seed), **data)
+    if registered and all(registered[key] in (None, *source.obs) for key in ("batch_key", "labels_key")):
         # The next fine-tuning uses the columns of setup_anndata, not those of this one.
         register(type(model), source, registered)
-    load_base(tuned._backbone, base_state(encoder))
-    tuned.module.to(model.device)
-    tuned._seen, tuned._base = seen, model
+    load_base(tuned.fitted.backbone, base_state(encoder))
+    tuned.fitted.module.to(fitted.device)
+    tuned.fitted.seen, tuned.base_model = seen, model
     tuned.train_indices_, tuned.validation_indices_, tuned.test_indices_ = split.train, split.validation, split.test
-    tuned._opened = model._opened
+    tuned.opened = model.opened
     return tuned
 
 
@@ -174,8 +150,7 @@ def _task_options(
     check_options("option of finetune", name, others, sorted({*known, *TrainOptions.names()}))
     if "datamodule" in options:
         raise OptionError(
-            "has no effect in finetune; pass the cells, or the path of a store, as adata.",
-            argument="datamodule",
+            "has no effect in finetune; pass the cells, or the path of a store, as adata.", argument="datamodule"
         )
     beside = {key: value for key, value in common.items() if value is not None}
     beside |= {key: options.pop(key) for key in list(options) if key in known}
@@ -213,7 +188,7 @@ def make_split(task: Task, cells: Cells, *, split_by: str | None, split_key: str
 
 
 def set_up(
-    model: CellModel, adata: AnnData, setup: Mapping[str, Any], labels_key: str | None, batch_key: str | None
+    cls: Any, adata: AnnData, setup: Mapping[str, Any], labels_key: str | None, batch_key: str | None
 ) -> AnnData:
     """Set up an AnnData for the fine-tuned model, with the columns of the task."""
     labels = labels_key or setup.get("labels_key")
@@ -227,18 +202,104 @@ def set_up(
         "labels_key": labels if labels in adata.obs else None,
         "batch_key": batch,
     }
-    register(type(model), adata, wanted)
+    register(cls, adata, wanted)
     return adata
 
 
-def register(cls: type[CellModel], adata: AnnData, setup: Mapping[str, Any]) -> None:
-    """Set up an AnnData with these columns unless it already is, and keep its modality."""
-    there = cls._setup_of(adata) or {}
-    wanted = {key: value for key, value in setup.items() if key != "modality"}
-    if not there or any(there.get(key) != value for key, value in wanted.items()):
-        cls.setup_anndata(adata, **wanted)
-        if "modality" in there:
-            cls._get_most_recent_anndata_manager(adata).update_setup_method_args({"modality": there["modality"]})
+def query_model(
+    reference: Model,
+    query: Source,
+    *,
+    batch_key: str | None,
+    reference_cells: Source | None,
+    lora: bool | Mapping[str, Any],
+    validation_size: float,
+    seed: int | None,
+) -> Any:
+    """Return a model of query cells, see :meth:`scforge.models.Encoder.load_query_data`."""
+    fitted = reference.fitted
+    if fitted.labeled is not None and fitted.labeled.in_base and fitted.mapping_base is not None:
+        reference = reference.base_model  # of an annotator
+        fitted = reference.fitted
+    given = {"batch_key": batch_key, "reference_cells": reference_cells, "lora": lora}
+    known, integrated, stays = _checked(fitted, given)
+    cls, source = type(reference), source_of(reference, query)
+    cells: Any = reference.open_cells(source)
+    key: Any = batch_key or setup_of(cls, source).get("batch_key") or known.get("batch_key")
+    if batch_key is not None:
+        cells.column(batch_key)  # raises if there is none
+    # Cells can be mapped without a batch; they are decoded with the mean of all batch vectors.
+    has_column = batch_key is not None or integrated or (cells.obs is not None and key in cells.obs)
+    found: dict[str, Any] = {}
+    if known.get("batches") and has_column and reference_cells is None:
+        found = with_batches_of(cells, key, known["batches"])
+    base, task = reference, dict[str, Any](name="adaptation")
+    trained_on = source if isinstance(source, AnnData) else cells  # opened once
+    if reference_cells is not None:
+        learned = reference.open_cells(reference_cells)
+        trained_on, found = of_both(cells, learned, fitted.pretraining, key, fitted.seed)
+        base = with_room(reference, found)
+    elif integrated:
+        task = {"name": "integration", **known, **found, "n_reference": len(known["batches"])}
+    elif stays:
+        base = with_room(reference, found) if found else reference
+        task["n_reference"] = len(known["batches"] or [])
+        if fitted.landmarks is None:
+            warn(
+                "The reference model contains no embeddings of its training cells, so the query is not mapped onto "
+                "the reference; complete the training of the reference model."
+            )
+        else:
+            task |= {"n_clusters": n_query_clusters(len(cells)), "n_tokens": len(fitted.spec.vocab)}
+    frozen = stays and reference_cells is None
+    split: dict[str, Any] = {"validation_size": validation_size, "test_size": 0.0, "seed": seed}
+    model = finetune(base, task, trained_on, {}, freeze=frozen, lora=not stays and lora, **split)
+    mapped = model.fitted
+    if integrated:
+        mapped.module.head.take_over(fitted.module.head)
+    if stays:
+        mapped.landmarks = fitted.landmarks
+    if frozen:
+        mapped.correction = fitted.correction
+    if reference_cells is not None:
+        model.query_cells = source
+    elif stays and fitted.landmarks is not None:
+        mapped.module.head = fitted.mapping_of(cells).to(mapped.device)
+    digest = digest_of(merged(fitted.backbone))  # not that of the copy with vectors for new batches
+    tuning = replace(mapped.spec.tuning, base={**mapped.spec.tuning.base, "sha256": digest, "reference": True})
+    mapped.spec, mapped.is_trained, model.base_model = replace(mapped.spec, tuning=tuning), True, reference
+    logger.info(
+        "The query contains %.1f%% of the genes of the reference model, and these genes account for %.1f%% of the "
+        "query counts.",
+        100 * cells.overlap,
+        100 * cells.counts_kept,
+    )
+    return model
+
+
+def _checked(reference: FittedModel, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool, bool]:
+    """Return the options about batches, whether a reference was integrated, and whether its encoder stays as it is.
+
+    Raises an OptionError if it cannot be a reference, or an argument in `given` has no effect for it.
+    """
+    tuning, pretraining = reference.spec.tuning, reference.pretraining
+    if tuning is not None and tuning.task not in ("adaptation", "integration"):
+        raise OptionError(f"was fine-tuned for {tuning.task!r}; pass its base model.", argument="reference_model")
+    integrated = tuning is not None and tuning.task == "integration"
+    stays = pretraining.maps_queries and not integrated
+    known = tuning.task_options if tuning is not None and integrated else pretraining.config() if stays else {}
+    origin = "fine-tuned for integration" if integrated else f"trained with {reference.spec.objective!r}"
+    of = f"a reference model {origin}"
+    lora, batch_key = given["lora"], given["batch_key"]
+    if isinstance(lora, Mapping) if stays else not lora:
+        raise OptionError(f"has no effect for {of}; omit lora.", lora=lora)
+    if given["reference_cells"] is not None and not stays:
+        raise OptionError(f"has no effect for {of}; omit reference_cells.", argument="reference_cells")
+    if batch_key is not None and not known.get("batches") and given["reference_cells"] is None:
+        of_batches = "that learns nothing about the batches of a query"
+        why = of_batches if pretraining.config().get("batches") else "without batches"
+        raise OptionError(f"has no effect for {of} {why}; omit batch_key.", batch_key=batch_key)
+    return known, integrated, stays
 
 
 def with_batches_of(cells: Cells, key: str, known: list[str]) -> dict[str, Any]:
@@ -254,13 +315,14 @@ def with_batches_of(cells: Cells, key: str, known: list[str]) -> dict[str, Any]:
     return {"batch_key": key, "batches": [*known, *(str(name) for name in batches if name not in known)]}
 
 
-def with_room(reference: CellModel, found: dict[str, Any]) -> CellModel:
+def with_room(reference: Model, found: dict[str, Any]) -> Any:
     """Return a copy of a model with decoder vectors for new batches, initialized to the mean of its batch vectors."""
-    spec, own = reference.spec, merged(reference._backbone)
+    fitted = reference.fitted
+    spec, own = fitted.spec, merged(fitted.backbone)
     sizes = {**spec.model_options, "n_batches": len(found["batches"])}
     objective = {**spec.objective_options, **found}
     roomy = replace(spec, tuning=None, model_options=sizes, objective_options=objective)
-    model = type(reference)._of_spec(roomy, seed=reference.seed, registry=reference.registry_)
+    model = FittedModel(roomy, fitted.seed, setup=fitted.setup)
     vectors = batch_vectors(own)
     if vectors is None:
         nn.init.zeros_(batch_vectors(model.module))  # as if there were none
@@ -270,10 +332,12 @@ def with_room(reference: CellModel, found: dict[str, Any]) -> CellModel:
         new = vectors.detach().mean(dim=0).expand(len(found["batches"]) - len(vectors), -1)
         state[name] = torch.cat([vectors.detach(), new])
     model.module.load_state_dict(state)
-    model.module.to(reference.device)
-    model.is_trained_, model.n_epochs_, model._seen = True, reference.n_epochs_, reference._seen
-    model._opened = reference._opened  # so that warnings about genes are issued once
-    return model
+    model.module.to(fitted.device)
+    model.is_trained, model.n_epochs, model.seen = True, fitted.n_epochs, fitted.seen
+    cls: Any = type(reference)
+    made = cls.of_fitted(model)
+    made.opened = reference.opened  # so that warnings about genes are issued once
+    return made
 
 
 def of_both(query: Cells, reference: Cells, pretraining: Any, key: str | None, seed: int) -> tuple[Any, Any]:
@@ -311,7 +375,7 @@ def of_both(query: Cells, reference: Cells, pretraining: Any, key: str | None, s
     return both, {"batch_key": batch_key, "batches": [*known, *sorted({*parts[0], *parts[1]} - {*known})]}
 
 
-def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrite: bool) -> None:
+def save_adapter(model: FittedModel, dir_path: str | os.PathLike[str], *, overwrite: bool) -> None:
     """Save the adapters and the head of a model fine-tuned with ``lora``."""
     tuning = model.spec.tuning
     if tuning is None or tuning.lora is None:
@@ -321,58 +385,52 @@ def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrit
         for name, value in model.module.state_dict().items()
         if name.startswith("head.") or is_adapter(name)
     }
-    if model._labeled is not None:
-        state |= {f"{LABELED}{name}": value for name, value in model._labeled.tensors().items()}
-    correction = model._correction
-    if correction is not None:
-        state |= {f"{CORRECTION}{name}": value for name, value in correction.tensors().items()}
+    correction = model.correction
     with atomic_folder(dir_path, overwrite=overwrite) as folder:
-        if model._seen is not None:
-            model._seen.save(folder)
-        save_file(state, folder / _WEIGHTS, metadata={"format": "pt"})
+        if model.seen is not None:
+            model.seen.save(folder)
+        save_file(state | model.own_tensors(), folder / _WEIGHTS, metadata={"format": "pt"})
         content = {
             "architecture": model.spec.architecture,
-            "vocab": model.vocab.hash,
+            "vocab": model.spec.vocab.hash,
             "tuning": tuning.to_json(),
             "seed": model.seed,
-            "n_epochs": model.n_epochs_,
-            "history": model._history_lists(),
+            "n_epochs": model.n_epochs,
+            "history": model.history_lists(),
             **({} if correction is None else {"corrected_batches": correction.batches}),
             "sha256": sha256_of(folder / _WEIGHTS),
-            "base": model._base_origin(Path(dir_path)),
-            "card": replace(model._card_facts(), base=None).to_json(),
+            "base": model.base_origin(Path(dir_path)),
+            "card": replace(model.card_facts, base=None).to_json(),
         }
         (folder / _CONFIG).write_text(sealed(content), encoding="utf-8")
 
 
-def load_adapter(cls: Any, base: CellModel, folder: Path, adata: AnnData | None) -> CellModel:
+def load_adapter(cls: Any, base: Model, folder: Path, adata: AnnData | None) -> Any:
     """Load adapters and a head, and add them to their base model with shared weights."""
     cls = type(base) if issubclass(type(base), cls) else cls
     content = read_description(ADAPTER, folder / _CONFIG)
     weights = read_weights(folder / _WEIGHTS)
     check_sum(folder / _WEIGHTS, content["sha256"])
-    encoder = merged(base._backbone)
-    if content["vocab"] != base.vocab.hash or digest_of(encoder) != content["tuning"]["base"].get("sha256"):
+    spec, setup, encoder = base.fitted.spec, base.fitted.setup, merged(base.fitted.backbone)
+    if content["vocab"] != spec.vocab.hash or digest_of(encoder) != content["tuning"]["base"].get("sha256"):
         raise ModelFileError(
             f"the adapters in {str(folder)!r} were trained on a base model with other weights or genes; load them with "
             "that base model."
         )
     tuning = FineTuneSpec.from_json(content["tuning"])
-    adata = base.adata if adata is None else cls._set_up_as(adata, base._setup)
-    if adata is not None and cls._setup_of(adata) is None:
+    adata = base.adata if adata is None else set_up_like(cls, adata, setup)
+    if adata is not None and not setup_of(cls, adata):
         keys = (tuning.task_options.get(key) for key in ("labels_key", "batch_key"))
-        adata = set_up(base, adata, base._setup, *keys)
+        adata = set_up(cls, adata, setup, *keys)
     # The same memory, but separate parameters, which can be frozen or moved to another device.
     shared = {id(p): nn.Parameter(p.data, requires_grad=False) for p in encoder.parameters()}
-    model: CellModel = cls._of_spec(
-        replace(base.spec, tuning=replace(tuning, backbone=copy.deepcopy(encoder, shared))),
-        adata=adata,
-        registry=bare_registry(cls.__name__, dict(base._setup)) if adata is None else None,
-        seed=content["seed"],
-    )
-    model._spec = replace(model._spec, tuning=tuning)  # another module of this description is a new one
-    load_weights(model.module, weights, source=str(folder), adapters=True)
-    model.module.to(torch.device(base.device)).eval()
-    model.is_trained_, model._base = True, base
-    model._restore(content, folder, weights)
+    described = replace(spec, tuning=replace(tuning, backbone=copy.deepcopy(encoder, shared)))
+    fitted = FittedModel(described, content["seed"], setup=dict(setup))
+    fitted.spec = replace(spec, tuning=tuning)  # another module of this description is a new one
+    load_weights(fitted.module, weights, source=str(folder), adapters=True)
+    fitted.module.to(torch.device(base.fitted.device)).eval()
+    fitted.is_trained = True
+    fitted.restore(content, folder, weights)
+    model = cls.of_fitted(fitted, adata)
+    model.base_model = base
     return model

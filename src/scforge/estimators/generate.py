@@ -17,8 +17,9 @@ from scforge._constants import UNS_KEY
 from scforge.data.cells import Cells
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, OptionError, suggest
-from scforge.estimators.base import CellModel
+from scforge.estimators.fitted import FittedModel
 from scforge.estimators.genes import gene_numbers
+from scforge.estimators.setup import Model
 from scforge.models.components.gene_vectors import check_filled
 from scforge.models.protocol import GeneratedCells, GeneratingModule
 from scforge.tokenizers.base import Tokenizer
@@ -29,7 +30,7 @@ Prompt = dict[str, torch.Tensor]
 
 
 def generate_with(
-    model: CellModel,
+    model: Model,
     n_cells: int | None,
     *,
     prompt: Sequence[str] | Mapping[str, float] | AnnData | None,
@@ -38,9 +39,10 @@ def generate_with(
     **options: Any,
 ) -> AnnData:
     """Generate cells, see :meth:`scforge.models.Encoder.generate`."""
-    module: Any = model._backbone
-    tokenizer, objective = model.tokenizer, model._pretraining
-    check_generates(model)
+    fitted = model.fitted
+    module: Any = fitted.backbone
+    tokenizer, objective = fitted.tokenizer, fitted.pretraining
+    check_generates(fitted)
     check_seed(options["seed"])
     check_count("batch_size", batch_size, "cells")
     tokens = None
@@ -50,7 +52,7 @@ def generate_with(
         n_cells = prompt.n_obs
     else:
         n_cells = check_count("n_cells", n_cells, "cells")
-    model._ready(None, "its generated cells are", needs_cells=False)
+    fitted.check_ready("its generated cells are")
     asked, vocab, unmasks = dict(options), tokenizer.vocab, objective.denoises_values
     n_steps, max_len = options.pop("n_steps"), options["max_len"]
     if unmasks:
@@ -73,7 +75,7 @@ def generate_with(
             )
         options |= {"eos_id": vocab.eos_id if tokenizer.append_eos else None, "n_special": vocab.n_special}
     if isinstance(prompt, AnnData):
-        tokens = prompt_of_cells(model._cells(prompt), tokenizer, objective, options["seed"])
+        tokens = prompt_of_cells(model.open_cells(prompt), tokenizer, objective, options["seed"])
         empty = ~tokens["attention_mask"].any(dim=1)
         if not unmasks and empty.any():
             row = int(empty.nonzero()[0])
@@ -108,16 +110,16 @@ def generate_with(
         of_cells: Any = objective
         adata.obs[of_cells.condition_key] = pd.Categorical.from_codes(classes - 1, of_cells.conditions)
     prompt_type = None if prompt is None else type(prompt).__name__
-    facts = {**model._made_with(), **asked, "batch_size": batch_size, "prompt": prompt_type}
+    facts = {**fitted.provenance(), **asked, "batch_size": batch_size, "prompt": prompt_type}
     # h5ad cannot store None.
     adata.uns[UNS_KEY] = {"generated": {name: value for name, value in facts.items() if value is not None}}
     return adata
 
 
-def check_generates(model: CellModel) -> None:
+def check_generates(fitted: FittedModel) -> None:
     """Raise an OptionError if the architecture, objective or fine-tuning of a model does not support generation."""
-    spec, module = model.spec, model._backbone
-    if not isinstance(module, GeneratingModule) or not model._pretraining.generates:
+    spec, module = fitted.spec, fitted.backbone
+    if not isinstance(module, GeneratingModule) or not fitted.pretraining.generates:
         raise OptionError(
             f"a model with architecture={spec.architecture!r} and objective={spec.objective!r} cannot generate cells; "
             "choose architecture='autoregressive_transformer', or 'scdiva' with objective='masked_diffusion'."
@@ -140,14 +142,14 @@ def _matrices(cells: GeneratedCells, vocab: GeneVocab) -> tuple[sparse.csr_matri
 
 
 def _prompt_of_genes(
-    genes: Sequence[str] | Mapping[str, float], n_cells: int, model: CellModel, bin_values: np.ndarray | None, seed: int
+    genes: Sequence[str] | Mapping[str, float], n_cells: int, model: Model, bin_values: np.ndarray | None, seed: int
 ) -> Prompt:
     """Return a prompt of named genes for each of `n_cells` cells.
 
     A list keeps its order, and its values are sampled. A mapping sets the values, which are replaced by the nearest bin
     if there are `bin_values`; its genes are arranged in the order of the objective.
     """
-    tokenizer, objective = model.tokenizer, model._pretraining
+    tokenizer, objective = model.fitted.tokenizer, model.fitted.pretraining
     # A set has no order that stays, and of a Series either names or values could be meant.
     if not isinstance(genes, (Sequence, Mapping, np.ndarray, pd.Index)) or isinstance(genes, str):
         raise OptionError(
@@ -198,8 +200,7 @@ def class_numbers(condition: Any, conditions: Sequence[str] | None, n_cells: int
     names = list(condition) if pd.api.types.is_list_like(condition) else [str(condition)] * n_cells
     if len(names) != n_cells:
         raise OptionError(
-            f"has {len(names)} classes for {n_cells} cells; pass one class, or one per cell.",
-            argument="condition",
+            f"has {len(names)} classes for {n_cells} cells; pass one class, or one per cell.", argument="condition"
         )
     numbers_of = {name: i + 1 for i, name in enumerate(conditions)}
     if unknown := [name for name in names if not _is_missing(name) and name not in numbers_of]:

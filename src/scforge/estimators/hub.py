@@ -1,4 +1,4 @@
-"""Push models to the Hugging Face Hub, and load models from it."""
+"""Load models from folders, published checkpoints and the Hugging Face Hub, and push them to it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from scforge._io import read_settled
+from scforge.data.checks import check_adata, inherited_batch_key
 from scforge.errors import MissingFileError, ModelFileError, NotTrainedWarning, OptionError, warn
 from scforge.estimators.card import CardFacts, Origin
 from scforge.estimators.finetune import load_adapter, save_adapter
-from scforge.estimators.serialize import ADAPTER, read_description
+from scforge.estimators.fitted import FittedModel
+from scforge.estimators.serialize import (
+    ADAPTER,
+    load_weights,
+    read_adata,
+    read_description,
+    read_folder,
+    read_saved_reference,
+    shapes_of,
+    spec_of_checkpoint,
+)
+from scforge.estimators.setup import Model, class_in_place_of, class_of_architecture, set_up_like, setup_of
+from scforge.estimators.transfer import reference_to_save
 from scforge.hub.finding import FoundModel, find_model, is_registry_name, kind_of_folder
 from scforge.hub.uploading import send_model
 
@@ -20,11 +33,11 @@ if TYPE_CHECKING:
     import torch
     from anndata import AnnData
 
-    from scforge.estimators.base import CellModel
+    from scforge.foreign.base import Foreign
 
 
 def push_model(
-    model: Any,
+    model: Model,
     repo_id: str,
     *,
     told: dict[str, Any],
@@ -39,38 +52,38 @@ def push_model(
     `told` contains license, data, citation and metrics. `card` is the text of the card; if None, it is generated.
     `reference` tells whether to push labeled cells. `options` are the options of :func:`scforge.hub.upload`.
     """
-    if not model.is_trained_:
+    fitted = model.fitted
+    if not fitted.is_trained:
         warn("The model is not trained; its random weights will be pushed.", NotTrainedWarning)
-    before: CardFacts = model._facts
-    told_facts = before.with_given(**told, n_epochs=model.n_epochs_)
-    facts = told_facts if base is None else replace(told_facts, base=_named(base, model))
-    model._facts = facts
+    before = fitted.facts
+    told_facts = before.with_given(**told, n_epochs=fitted.n_epochs)
+    fitted.facts = told_facts if base is None else replace(told_facts, base=_named(base, fitted))
     try:
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place) / "model"
-            cells = model._reference_to_save() if reference and not adapter_only else None
+            cells = reference_to_save(model) if reference and not adapter_only else None
             if reference and cells is None:
                 warn("reference=True has no effect, because the model has no labeled training cells to push.")
-            text = model._card(name=repo_id, is_adapter=adapter_only, reference=cells) if card is None else card
+            text = fitted.card(name=repo_id, is_adapter=adapter_only, reference=cells) if card is None else card
             if adapter_only:
-                below = model._card_facts().base
+                below = fitted.card_facts.base
                 if below is None or below.name is None:
                     raise OptionError(
                         ", but the base model has no public location; push the base model, or pass its name as base.",
                         adapter_only=True,
                     )
-                save_adapter(model, folder, overwrite=False)
+                save_adapter(fitted, folder, overwrite=False)
                 (folder / "README.md").write_text(text, encoding="utf-8")
             else:
-                model._write(folder, card=text, reference=cells)
+                fitted.write(folder, card=text, reference=cells)
             url, commit = send_model(folder, repo_id, reference=reference, **options)
         # A name that nobody has checked is for this push.
         before = told_facts
     finally:
-        model._facts = before
+        fitted.facts = before
     if not adapter_only and not options.get("create_pr"):
-        origin = model._current_origin() or Origin()
-        model._origin = replace(origin, name=repo_id, revision=commit, n_epochs=model.n_epochs_)
+        origin = fitted.current_origin or Origin()
+        fitted.origin = replace(origin, name=repo_id, revision=commit, n_epochs=fitted.n_epochs)
     return url
 
 
@@ -80,10 +93,10 @@ def load_found(
     prefix: str,
     adata: AnnData | Literal[False] | None = None,
     *,
-    base: CellModel | str | os.PathLike[str] | None = None,
+    base: Any = None,
     device: str | torch.device = "cpu",
     access: dict[str, Any] | None = None,
-) -> CellModel:
+) -> Any:
     """Load a model, or adapters with their base model, from a folder.
 
     Parameters
@@ -102,11 +115,12 @@ def load_found(
     if kind_of_folder(found.folder) != "adapter":
         if base is not None:
             raise OptionError(f"has no effect if {prefix} is a complete model; omit base.", argument="base")
-        model = cls._load_folder(found.folder, adata, device)
+        model = read_settled(found.folder, lambda place: load_folder(cls, place, adata, device))
+        fitted = model.fitted
         if found.repo_id is not None:
-            model._origin = Origin(found.repo_id, found.commit, n_epochs=model.n_epochs_)
+            fitted.origin = Origin(found.repo_id, found.commit, n_epochs=fitted.n_epochs)
         elif found.name is not None:
-            model._origin = Origin(found.name, folder=found.folder, n_epochs=model.n_epochs_)
+            fitted.origin = Origin(found.name, folder=found.folder, n_epochs=fitted.n_epochs)
         return model
     if base is None or isinstance(base, str | os.PathLike):
         base = _load_base(cls, found, prefix, base, device, access or {})
@@ -115,13 +129,8 @@ def load_found(
 
 
 def _load_base(
-    cls: Any,
-    found: FoundModel,
-    prefix: str,
-    base: str | os.PathLike[str] | None,
-    device: str | torch.device,
-    access: dict[str, Any],
-) -> CellModel:
+    cls: Any, found: FoundModel, prefix: str, base: str | os.PathLike[str] | None, device: Any, access: dict[str, Any]
+) -> Any:
     """Load the base model of adapters, and verify its checksum."""
     revision = None
     where = f"base={base!r}"
@@ -153,12 +162,60 @@ def place_of(name: str | os.PathLike[str]) -> str | None:
     return f"hf://{text}" if text.count("/") == 1 and not text.startswith((".", "/")) else None
 
 
-def _named(base: str, model: Any) -> Origin:
+def _named(base: str, model: FittedModel) -> Origin:
     """Return the public location of the base model of a fine-tuned model."""
     if place_of(base) is None:
         raise OptionError("is not the name of a public model; pass 'org/name' or 'scforge://name'.", base=base)
     if model.spec.tuning is None:
         raise OptionError("has no effect if the model was not fine-tuned; omit base.", base=base)
-    known = None if model._base is None else model._base._current_origin()
+    known = None if model.base is None else model.base.current_origin
     revision = known.revision if known is not None and known.name == base else None
     return Origin(base, revision, is_given=True)
+
+
+def load_folder(cls: Any, folder: Path, adata: AnnData | Literal[False] | None, device: str | torch.device) -> Any:
+    """Load the model in a folder, with the cells that were saved with it if `adata` is None."""
+    stored = read_folder(folder)
+    setup, made_by = stored.content["setup"], stored.content["class"]
+    cells = read_adata(folder, stored.content) if adata is None else None if adata is False else adata
+    cls = class_in_place_of(cls, made_by, stored.spec.architecture)
+    if cls is None:
+        what = f"dir_path={str(folder)!r} contains a model of the class {made_by!r}"
+        raise ModelFileError(f"{what}; load it with scforge.models.{made_by}.load.")
+    if cells is not None:
+        cells = set_up_like(cls, cells, setup)
+        check_adata(cells)
+        if not setup_of(cls, cells):
+            own = {key: value for key, value in setup.items() if key != "modality"}
+            own["batch_key"] = inherited_batch_key(cells.obs, setup["batch_key"])
+            own["labels_key"] = setup["labels_key"] if setup["labels_key"] in cells.obs else None
+            cls.setup_anndata(cells, **own)
+    fitted = FittedModel.of_folder(folder, stored)
+    model = cls.of_fitted(fitted, cells)
+    if fitted.base is not None:
+        model.base_model = cls.of_fitted(fitted.base)
+        model.base_model.opened = model.opened
+    model.to_device(device)
+    model.reference_cells = read_saved_reference(folder, stored.content, stored.spec.vocab)
+    return model
+
+
+def load_foreign(cls: Any, checkpoint: Foreign, adata: AnnData | None, device: str | torch.device) -> Any:
+    """Create a model from a published checkpoint, using the model class of its architecture."""
+    special = class_of_architecture(checkpoint.architecture["name"])
+    cls = special if issubclass(special, cls) else cls
+    if adata is not None and not setup_of(cls, adata):
+        cls.setup_anndata(adata)
+    # Before memory is taken for a module of the size that a config claims.
+    spec, expected = spec_of_checkpoint(checkpoint)
+    weights = None if expected is None else checkpoint.weights(expected)
+    setup = dict.fromkeys(("layer", "gene_key", "batch_key", "labels_key"))
+    fitted = FittedModel(spec, 0, setup=setup, draws=expected is None)
+    if weights is None:
+        weights = checkpoint.weights(shapes_of(fitted.module))
+    load_weights(fitted.module, weights, source=checkpoint.source)
+    fitted.is_trained = True  # elsewhere
+    fitted.facts = CardFacts.of_checkpoint(checkpoint)
+    model = cls.of_fitted(fitted, adata)
+    model.to_device(device)
+    return model

@@ -15,10 +15,10 @@ from scforge._checks import check_bool, check_key, check_known, check_positive
 from scforge._constants import AUTO_KEY, TARGET_SUM
 from scforge._registry import check_options
 from scforge.errors import NotTrainedWarning, OptionError, warn
-from scforge.estimators.base import positions
-from scforge.estimators.encoder import Encoder
-from scforge.estimators.finetune import options_of
+from scforge.estimators.encoder import Encoder, positions
 from scforge.estimators.genes import expression_table, gene_numbers
+from scforge.estimators.setup import ready_cells, write_embedding
+from scforge.estimators.tasks import options_of
 from scforge.finetuning.base import Predictor
 from scforge.finetuning.mapping import FineTunedModule, QueryMapping
 from scforge.finetuning.tasks.annotation import Annotation
@@ -26,7 +26,7 @@ from scforge.training.objectives.base import OBJECTIVES
 from scforge.training.predict import run_over
 
 if TYPE_CHECKING:
-    from scforge.estimators.genes import Source
+    from scforge.estimators.setup import Source
     from scforge.finetuning.base import Task
     from scforge.training.objectives.base import Objective
 
@@ -215,9 +215,8 @@ class ScDiVa(Encoder):
                 correction=correction,
             )
         self._check_variational()
-        source = self._ready(adata, "its embedding is")
-        cells = self._open(source)
-        module: Any = self._backbone
+        source, cells = ready_cells(self, adata, "its embedding is")
+        module: Any = self.fitted.backbone
         head = getattr(self.module, "head", None)
         mapping = head if isinstance(head, QueryMapping) else None
 
@@ -234,7 +233,7 @@ class ScDiVa(Encoder):
             return mean[rows], variance[rows]
         if isinstance(source, AnnData):
             if key_added is not None:
-                self._keep(source, key_added, mean, cells)
+                write_embedding(self.fitted, source, key_added, mean, cells)
             if uncertainty_key is not None:
                 source.obs[uncertainty_key] = variance.mean(axis=1)
         return mean, variance
@@ -297,15 +296,15 @@ class ScDiVa(Encoder):
             return super().predict(adata, key_added=key_added, batch_size=batch_size, **options)
         if task not in (None, "annotation"):
             raise OptionError("is unknown; choose 'annotation' or 'batch_integration'.", task=task)
-        own_task = self._own_task()
+        own_task = self.own_task
         if own_task is None:
             raise OptionError(
                 "the model learned no labels to predict; create the model with supervised=True, or fine-tune the model."
             )
         check_options("option of predict", "annotation", options, options_of(own_task.predict))
-        source = self._ready(adata, "its predictions are")
-        classifier = FineTunedModule(self._backbone, _OwnHead(self._backbone))
-        predictor = Predictor(classifier, self.tokenizer, self._pretraining, self._open(source), batch_size)
+        source, cells = ready_cells(self, adata, "its predictions are")
+        classifier = FineTunedModule(self.fitted.backbone, _OwnHead(self.fitted.backbone))
+        predictor = Predictor(classifier, self.tokenizer, self.fitted.pretraining, cells, batch_size)
         adata = source if isinstance(source, AnnData) else None
         return own_task.predict(predictor, adata, key_added=key_added, **options)
 
@@ -364,7 +363,7 @@ class ScDiVa(Encoder):
         (60, 2)
         """
         check_key("key_added", key_added)
-        if not getattr(self._pretraining, "reconstruction_weight", 0.0):
+        if not getattr(self.fitted.pretraining, "reconstruction_weight", 0.0):
             raise OptionError(
                 f"the objective {self.spec.objective!r} does not train a decoder; create the model with a positive "
                 "reconstruction_weight."
@@ -372,10 +371,9 @@ class ScDiVa(Encoder):
         self._check_follows("predicted expression")
         scale = _scale_of(library_size)
         numbers = gene_numbers(self, self.vocab.genes if gene_list is None else gene_list, source=adata)
-        batches = batch_numbers(self._pretraining, transform_batch)
-        source = self._ready(adata, "the expression that it decodes is")
-        cells = self._open(source)
-        module: Any = self._backbone
+        batches = batch_numbers(self.fitted.pretraining, transform_batch)
+        source, cells = ready_cells(self, adata, "the expression that it decodes is")
+        module: Any = self.fitted.backbone
         columns = torch.from_numpy(numbers.astype(np.int64)).to(self.device)
 
         def decoded(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -391,19 +389,22 @@ class ScDiVa(Encoder):
         values = run_over(module, cells, self.tokenizer, decoded, objective=self.objective, batch_size=batch_size)
         return expression_table(self, source, cells, values, numbers, key_added)
 
-    def _own_task(self) -> Task | None:
-        """Return the annotation task if the model learned labels in pretraining."""
-        return None if self.spec.tuning is not None else labels_task(self._pretraining)
+    @property
+    def own_task(self) -> Task | None:
+        """The annotation task if the model learned labels in pretraining, or None."""
+        return None if self.spec.tuning is not None else labels_task(self.fitted.pretraining)
 
     @property
     def _trains_latent(self) -> bool:
         """Whether pretraining trains the latent space; masked diffusion does so only with a reconstruction term."""
-        objective = self._pretraining
+        objective = self.fitted.pretraining
         return bool(getattr(objective, "reconstruction_weight", 1.0)) or not objective.denoises_values
 
     def _check_variational(self) -> None:
         """Raise an :class:`~scforge.errors.OptionError` if the variances of the model were not trained."""
-        trained = self.spec.model_options["variational"] and hasattr(self._pretraining, "beta") and self._trains_latent
+        trained = (
+            self.spec.model_options["variational"] and hasattr(self.fitted.pretraining, "beta") and self._trains_latent
+        )
         if not trained:
             raise OptionError(
                 f", but {self.spec.objective!r} does not train variances in this model; omit return_dist.",
@@ -427,7 +428,7 @@ class ScDiVa(Encoder):
                 raise OptionError(
                     f", but the objective {objective!r} does not learn labels; change one of the two.", supervised=True
                 )
-            options = {"labels_key": self._setup.get("labels_key"), **options}
+            options = {"labels_key": self.registry_["setup_args"].get("labels_key"), **options}
             if options["labels_key"] is None:
                 raise OptionError("requires labels; call setup_anndata with labels_key.", supervised=True)
         return super()._with_found_options(objective, options)

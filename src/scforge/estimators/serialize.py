@@ -236,9 +236,9 @@ def write_folder(
     card: str,
     overwrite: bool,
     seen: HeldOutRegistry | None,
-    adata: AnnData | None,
-    reference: CellSource | None,
-    extra: Any,
+    reference: CellSource | None = None,
+    adata: AnnData | None = None,
+    extra: Any = None,
 ) -> None:
     """Write a model folder completely or not at all.
 
@@ -256,10 +256,10 @@ def write_folder(
         Whether to replace the model in an existing folder.
     seen
         The cells used for fine-tuning.
-    adata
-        Training data to save with the model.
     reference
         Labeled cells to save with the model.
+    adata
+        Training data to save with the model.
     extra
         A function that is called with the temporary folder to write additional files.
     """

@@ -1,31 +1,43 @@
-"""Fields and registries for scvi-tools, and setup of MuData and saved models."""
+"""Fields and registries for scvi-tools, setup of AnnData and MuData, and the cells that models read and write."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pandas as pd
 import torch
 from anndata import AnnData
 from mudata import MuData
+from scvi.data._constants import _MANAGER_UUID_KEY, _SCVI_UUID_KEY
 from scvi.data.fields import CategoricalObsField, LayerField
 
 from scforge._checks import check_choice, check_known
 from scforge._columns import codes_among, labels_of, text_of, texts_of
-from scforge.data.checks import counts_of, gene_names, warn_if_transformed
-from scforge.data.readers import shared_columns
+from scforge._constants import AUTO_KEY, UNS_KEY
+from scforge.data.cells import Cells
+from scforge.data.checks import check_adata, counts_of, gene_names, warn_if_transformed
+from scforge.data.readers import check_modality, shared_columns
 from scforge.errors import DataError, OptionError
 from scforge.models.registry import MODELS
 from scforge.training.datamodule import CellDataModule
+
+if TYPE_CHECKING:
+    from scforge.data.cells import CellSource
+    from scforge.estimators.fitted import FittedModel
 
 LAST = "_scvi_scforge_modality"
 """Key in ``mdata.uns`` for the modality that was set up last."""
 
 _PLACES = {"Encoder": "scforge.estimators.encoder", "ScDiVa": "scforge.estimators.scdiva"}
+
+
+type Source = AnnData | Cells | str | os.PathLike[str]
+"""A source of cells."""
 
 
 class GeneField(LayerField):
@@ -138,6 +150,136 @@ def adopted(mdata: MuData, modality: str, argument: str, key: str | None) -> str
     return name
 
 
+def setup_of(cls: Any, source: Any) -> dict[str, Any]:
+    """Return the fields that an AnnData was set up with, empty if it is not set up, and for other sources."""
+    if not isinstance(source, AnnData):
+        return {}
+    try:
+        manager = cls._get_most_recent_anndata_manager(source)
+    except ValueError:  # a copy of an AnnData that was set up
+        return {}
+    return {} if manager is None else dict(manager.registry["setup_args"])
+
+
+def require_setup(cls: Any, adata: AnnData | None) -> None:
+    """Raise an error if an AnnData is missing or not set up."""
+    check_adata(adata)
+    assert adata is not None
+    try:
+        cls._get_most_recent_anndata_manager(adata, required=True)
+    except ValueError as error:
+        why = ", because it is a copy of an AnnData that was set up" if _SCVI_UUID_KEY in adata.uns else ""
+        raise OptionError(
+            f"is not set up{why}; call {cls.__name__}.setup_anndata(adata) first.", argument="adata"
+        ) from error
+
+
+def forget_copied_ids(cls: Any, adata: AnnData) -> None:
+    """Remove the ids of scvi-tools from a copy, also one read from a file, which would replace the original."""
+    managers = (kind._setup_adata_manager_store.get(adata.uns.get(_SCVI_UUID_KEY)) for kind in _family(cls))
+    known = [manager.adata for manager in managers if manager is not None]
+    if known and all(other is not adata for other in known):
+        for key in (_SCVI_UUID_KEY, _MANAGER_UUID_KEY):
+            adata.uns.pop(key, None)
+
+
+def _family(cls: Any) -> Iterator[Any]:
+    """Return a model class and its subclasses; each keeps a separate record of its AnnData objects."""
+    yield cls
+    for other in cls.__subclasses__():
+        yield from _family(other)
+
+
+def adata_of(cls: Any, data: Any, modality: str | None = None) -> Any:
+    """Return the modality of a MuData that the model uses; other data are returned unchanged.
+
+    `modality` is the modality of the training data. It is used unless only another modality is set up.
+    """
+    if not isinstance(data, MuData):
+        return data
+    ready = [name for name, adata in data.mod.items() if setup_of(cls, adata)]
+    last = data.uns.get(LAST)
+    for name in (modality, last, ready[0] if len(ready) == 1 else None):
+        if name in ready:
+            return data.mod[name]
+    if modality is None:
+        call = f"{cls.__name__}.setup_mudata(mdata, modality={(last or 'rna')!r})"
+        raise OptionError(
+            f"is not set up, or is a copy of a MuData that was set up; call {call} first.", argument="mdata"
+        )
+    check_modality(modality, list(data.mod), "mdata")
+    return data.mod[modality]
+
+
+def set_up_like(cls: Any, data: Any, setup: Mapping[str, Any]) -> Any:
+    """Set up a MuData like the training data if necessary, and return its modality; return other data unchanged."""
+    if not isinstance(data, MuData):
+        return data
+    adata = adata_of(cls, data, setup.get("modality"))
+    if not setup_of(cls, adata):
+        known = {*adata.obs, *shared(data, setup["modality"])}
+        present = {key: setup[key] if setup[key] in known else None for key in ("batch_key", "labels_key")}
+        cls.setup_mudata(data, **{**setup, **present})
+    return adata
+
+
+def register(cls: Any, adata: AnnData, setup: Mapping[str, Any]) -> None:
+    """Set up an AnnData with these columns unless it already is, and keep its modality."""
+    there = setup_of(cls, adata)
+    wanted = {key: value for key, value in setup.items() if key != "modality"}
+    if not there or any(there.get(key) != value for key, value in wanted.items()):
+        cls.setup_anndata(adata, **wanted)
+        if "modality" in there:
+            cls._get_most_recent_anndata_manager(adata).update_setup_method_args({"modality": there["modality"]})
+
+
+class Model(Protocol):
+    """A model class, which holds a fitted model and the cells that it was created with."""
+
+    fitted: FittedModel
+    adata: Any
+    datamodule: CellDataModule | None
+    query_cells: Any
+    reference_cells: CellSource | None
+    base_model: Any
+    opened: list[Any]
+    train_indices_: Any
+    validation_indices_: Any
+
+    def open_cells(self, source: Any = None, **options: Any) -> Cells:
+        """Open cells over the genes of the model."""
+
+
+def training_source(model: Model) -> Any:
+    """Return the training cells, or None if the model was loaded without them."""
+    return model.adata if model.datamodule is None else model.datamodule.cells
+
+
+def source_of(model: Model, source: Source | None) -> Any:
+    """Return `source`, or the query or training cells if None; of a MuData, its modality."""
+    for cells in (source, model.query_cells, training_source(model)):
+        if cells is not None:
+            return adata_of(type(model), cells, model.fitted.setup.get("modality"))
+    raise OptionError(", but the model was loaded without adata; pass the cells.", adata=None)
+
+
+def ready_cells(model: Model, source: Source | None, what: str) -> tuple[Any, Cells]:
+    """Return a source and its cells over the genes of the model, and warn if `what` is random without training."""
+    source = source_of(model, source)
+    model.fitted.check_ready(what)
+    return source, model.open_cells(source)
+
+
+def write_embedding(
+    model: FittedModel, adata: AnnData, key: str, embedding: np.ndarray, cells: Cells, *, correction: float = 0.0
+) -> None:
+    """Write an embedding and its settings into the AnnData of the cells."""
+    key = model.obsm_key if key == AUTO_KEY else key
+    adata.obsm[key] = embedding
+    provenance = model.provenance_of(cells, embedding.shape[1], correction=correction)
+    adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), key: provenance}
+
+
 def bare_registry(model: str, setup: dict[str, Any]) -> dict[str, Any]:
     """Return a registry with setup arguments but no fields, for the model class named `model`."""
     return {
@@ -157,8 +299,7 @@ def datamodule_registry(
         raise OptionError("and datamodule both contain cells; pass only one of the two.", argument="adata")
     if not isinstance(data, CellDataModule):
         raise OptionError(
-            f"is of type {type(data).__name__!r}; pass a scforge.training.CellDataModule.",
-            argument="datamodule",
+            f"is of type {type(data).__name__!r}; pass a scforge.training.CellDataModule.", argument="datamodule"
         )
     setup = {"layer": None, "gene_key": None, "batch_key": data.batch_key, "labels_key": data.labels_key}
     return bare_registry(model, setup) if registry is None else registry

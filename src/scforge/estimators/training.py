@@ -20,32 +20,38 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from safetensors import SafetensorError
 
+from scforge._columns import texts_of
 from scforge._io import remove_model
 from scforge._progress import announce
 from scforge._registry import check_options
-from scforge.errors import OptionError, TrainingError, first_line, spelled
+from scforge.errors import DataError, OptionError, TrainingError, first_line, spelled, warn
 from scforge.estimators.serialize import StoredModel, load_weights, read_folder
-from scforge.estimators.spec import SAMPLED_CELLS
+from scforge.estimators.spec import SAMPLED_CELLS, ModelSpec
+from scforge.finetuning.base import Predictor, Task
+from scforge.finetuning.held_out import CellFingerprints
+from scforge.finetuning.new_cells import LabeledCells, choose_labeled
+from scforge.finetuning.supervised import SupervisedTask
+from scforge.models.components.gene_vectors import check_filled
 from scforge.training.autotune import choose_precision, find_batch_size
-from scforge.training.checkpoint import (
-    OF_DATA,
-    SaveOptions,
-    SavingError,
-    check_settings,
-)
+from scforge.training.checkpoint import OF_DATA, SaveOptions, SavingError, check_settings
 from scforge.training.datamodule import CellDataModule
-from scforge.training.devices import compiled, gradient_checkpointing, n_processes, root_device
+from scforge.training.devices import compiled, gradient_checkpointing, is_sharded, n_processes, root_device
 from scforge.training.fitting import FitResult, SaveBest, default_max_epochs, fit
+from scforge.training.objectives.base import Objective
 from scforge.training.options import OF_PLAN, TrainOptions
 from scforge.training.plan import NotFiniteError, TrainingPlan
 from scforge.training.run_folder import RunFolder, check_state, read_state, write_state
 
 if TYPE_CHECKING:
-    from scforge.estimators.base import CellModel
+    from scforge.estimators.fitted import FittedModel
+    from scforge.estimators.setup import Model
 
 logger = logging.getLogger("scforge")
 
 _AUTO = "auto"
+_CONTINUED = 0.1
+"""Fraction of the default learning rate at which a fine-tuned model continues training."""
+_OF_DATAMODULE = ("validation_size", "batch_size", "max_tokens_per_batch", "num_threads")
 _OF_OUTCOME = ("check_val_every_n_epoch", "gradient_clip_algorithm", "limit_train_batches", "val_check_interval")
 """Additional Lightning Trainer options that affect the result of a training run."""
 
@@ -96,10 +102,119 @@ def train_options(
     return TrainOptions.from_arguments({**given, **further})
 
 
-def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how: TrainOptions) -> None:
+def train(model: Model, how: TrainOptions) -> None:
+    """Train a model, see :meth:`scforge.models.Encoder.train`."""
+    fitted = model.fitted
+    check_filled(fitted.module)
+    objective = fitted.spec.build_objective()  # learns of the cells, unlike that of the model, and is dropped
+    data = training_data(model, objective, how)
+    of_plan = how.of_plan()
+    if fitted.is_trained and isinstance(objective, SupervisedTask) and how.lr is None and how.schedule is None:
+        # The schedule has ended; at its peak again, the head would first lose what it has learned.
+        of_plan |= {"lr": _CONTINUED * objective.defaults.lr, "schedule": "constant"}
+    plan = TrainingPlan(fitted.module, objective, **of_plan)
+    try:
+        _run(model, data, plan, how)
+    except (NotFiniteError, SavingError):
+        calibrate(fitted, data, after_failure=True)  # the model keeps the best weights so far
+        raise
+    calibrate(fitted, data)
+    _keep_labeled(fitted, data)
+
+
+def training_data(model: Model, objective: Objective, how: TrainOptions) -> CellDataModule:
+    """Return the data module to train on, bound to the tokenizer and objective of the model."""
+    fitted, own, given = model.fitted, model.datamodule, how.datamodule
+    options = {name: getattr(how, name) for name in _OF_DATAMODULE}
+    options = {name: value for name, value in options.items() if value not in (None, _AUTO)}
+    data = own if given is None else given
+    if data is None:
+        data = _own_data(model, options)
+    elif options and model.query_cells is not None and "validation_size" not in options:
+        options |= {"train_rows": data.train_rows, "validation_rows": data.validation_rows}
+        data = CellDataModule(data.cells, seed=fitted.seed, **options)
+    elif options:
+        name, value = next(iter(options.items()))
+        place = "CellDataModule" if model.query_cells is None else "load_query_data"
+        raise OptionError(f"cannot be changed in train; pass {name} to {place} instead.", argument=name, value=value)
+    elif model.adata is None:
+        model.datamodule = data
+    if given is not None and given is not own and fitted.seen is not None:
+        marks = CellFingerprints.of(model.open_cells(data.cells))
+        learned = np.concatenate([data.train_rows, data.validation_rows])
+        if n_tested := int(fitted.seen.tested(marks.numbers)[learned].sum()):
+            raise OptionError(
+                f"contains {n_tested} of the test cells that finetune held out; remove these cells from datamodule.",
+                argument="datamodule",
+            )
+        if isinstance(objective, Task) and objective.learns_labels:
+            fitted.seen = fitted.seen.with_learned(marks.take(learned))
+    objective.learn_from(fitted.module)
+    data.bind(fitted.tokenizer, objective, first_epoch=fitted.n_epochs, cells=model.open_cells(data.cells))
+    return data
+
+
+def _own_data(model: Model, options: dict[str, Any]) -> CellDataModule:
+    """Return a data module with the cells of the AnnData of a model, split as in its fine-tuning, if any."""
+    if model.adata is None:
+        raise OptionError("the model was loaded without adata; pass adata to Encoder.load, or datamodule to train.")
+    fitted, cells = model.fitted, model.open_cells(model.adata)
+    columns: dict[str, Any] = {key: fitted.setup.get(key) for key in ("batch_key", "labels_key")}
+    if fitted.spec.tuning is not None:
+        if "validation_size" in options:
+            raise OptionError(
+                "was set by finetune and cannot be changed; omit validation_size.", argument="validation_size"
+            )
+        split = fitted.split_of(cells)
+        if split is None:
+            raise DataError(
+                "the cells are not exactly the cells used for fine-tuning; call finetune(adata=...) to fine-tune on "
+                "these cells."
+            )
+        columns |= {"train_rows": split.train, "validation_rows": split.validation}
+    return CellDataModule(cells, seed=fitted.seed, **columns, **options)
+
+
+def calibrate(model: FittedModel, data: CellDataModule, *, after_failure: bool = False) -> None:
+    """Calibrate the head on validation cells; after failed training, failed calibration only causes a warning."""
+    if model.spec.tuning is None or not len(data.validation_rows) or not model.is_trained:
+        return
+    if is_sharded(model.module):  # the first process alone has the whole model
+        return
+    task: Any = data.objective
+    predictor = Predictor(model.module, model.tokenizer, task, data.bound)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            task.calibrate(predictor, data.validation_rows)
+    except Exception as error:
+        if not after_failure:
+            raise
+        warn(f"the confidence of the model could not be calibrated: {first_line(error)}.")
+
+
+def _keep_labeled(model: FittedModel, data: CellDataModule) -> None:
+    """Keep labeled training cells to predict the classes of new cells, if the task does."""
+    task: Any = data.objective
+    if model.spec.tuning is None or not task.maps_new_cells or is_sharded(model.module):
+        return
+    classes = task.read(data.bound.column)[data.train_rows]
+    chosen = choose_labeled(classes, seed=model.seed)
+    base, rows, obs = model.mapping_base, data.train_rows[chosen], getattr(data.bound, "obs", None)
+    embeddings = (base or model).predictor(data.bound, min(data.batch_size or 256, 256)).embedding(rows)
+    keys = [data.batch_key, model.setup.get("batch_key"), getattr(model.pretraining, "batch_key", None)]
+    keys += [model.spec.tuning.split.get("split_by")]
+    key = next((key for key in keys if obs is not None and key in obs), None)
+    batches = None
+    if obs is not None and key is not None:
+        batches = texts_of(obs[key].iloc[rows], key=key, argument="batch_key").codes
+    model.labeled = LabeledCells.calibrated(embeddings, classes[chosen], batches, in_base=base is not None)
+
+
+def _run(model: Model, data: CellDataModule, plan: TrainingPlan, how: TrainOptions) -> None:
     """Train with a bound data module, or resume a training run."""
+    fitted = model.fitted
     precision, batch_size, max_epochs = how.precision, how.batch_size, how.max_epochs
-    if model._is_query and (precision in ("16-true", "bf16-true") or how.strategy == "fsdp"):
+    if fitted.is_query and (precision in ("16-true", "bf16-true") or how.strategy == "fsdp"):
         given = f"precision={precision!r} with strategy={how.strategy!r}"
         raise OptionError(
             f"{given} would change weights that a query model shares with its reference; use precision='bf16-mixed' "
@@ -130,25 +245,25 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         found = _found(folder, how.resume, overwrite=how.overwrite)
         make_free = None
         if folder is not None and rank == 0:
-            make_free = _freeing(model, folder, found, how.resume, overwrite=how.overwrite)
+            make_free = _freeing(fitted, folder, found, how.resume, overwrite=how.overwrite)
         saved = {} if found is None else found[1]["settings"]
         device = root_device(how.accelerator, how.devices)
         processes = n_processes(how.accelerator, how.devices, how.num_nodes)
-        stack.enter_context(gradient_checkpointing(model.module, how.gradient_checkpointing))
+        stack.enter_context(gradient_checkpointing(fitted.module, how.gradient_checkpointing))
         if precision == _AUTO and device.type == "cuda":  # the batch size depends on it
-            precision = saved.get("precision") or choose_precision(model.module, data, device, processes)
+            precision = saved.get("precision") or choose_precision(fitted.module, data, device, processes)
         if batch_size == _AUTO:
             if processes != 1 or data.batch_size is not None or data.max_tokens_per_batch is not None:
                 raise OptionError("needs one process and no other batch size limit; pass a number.", batch_size="auto")
             stack.callback(setattr, data, "batch_size", None)
-            fitting = saved.get("batch_size") or find_batch_size(model.module, data, device, precision=precision)
+            fitting = saved.get("batch_size") or find_batch_size(fitted.module, data, device, precision=precision)
             data.batch_size = fitting
         if precision == _AUTO:
-            precision = saved.get("precision") or choose_precision(model.module, data, device, processes)
+            precision = saved.get("precision") or choose_precision(fitted.module, data, device, processes)
         if max_epochs is None:
             max_epochs = default_max_epochs(plan.objective.defaults, len(data.train_rows)) if how.max_steps < 0 else -1
         settings = _settings(
-            model,
+            fitted,
             data,
             plan,
             max_epochs=max_epochs,
@@ -156,20 +271,20 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
             processes=processes,
             **how.decisive(),
             **{name: str(how.trainer_kwargs[name]) for name in _OF_OUTCOME if name in how.trainer_kwargs},
-            **({} if folder is None and found is None else _fingerprint(model, data)),
+            **({} if folder is None and found is None else _fingerprint(fitted.spec, data)),
         )
         if found is not None:
             path, state, stored = found
             check_settings(_comparable(saved), _comparable(settings), where=str(path))
-            load_weights(model.module, stored.weights, source=str(path), known_finite=stored.is_checked)
-        elif not model.is_trained_:
-            some = data.bound.sample(SAMPLED_CELLS, rows=data.train_rows, seed=model.seed)
-            plan.objective.initialize(model.module, some, model.tokenizer)
+            load_weights(fitted.module, stored.weights, source=str(path), known_finite=stored.is_checked)
+        elif not fitted.is_trained:
+            some = data.bound.sample(SAMPLED_CELLS, rows=data.train_rows, seed=fitted.seed)
+            plan.objective.initialize(fitted.module, some, fitted.tokenizer)
         model.train_indices_, model.validation_indices_ = data.train_rows, data.validation_rows
         saving = SaveOptions(
-            write=None if folder is None else _writer(model, folder, how.keep_last),
+            write=None if folder is None else _writer(fitted, folder, how.keep_last),
             every_n_steps=how.checkpoint_every_n_steps,
-            best=None if folder is None or how.save_top_k == 0 else _best(model, folder, how.save_top_k),
+            best=None if folder is None or how.save_top_k == 0 else _best(fitted, folder, how.save_top_k),
             settings=settings,
             resume=None if found is None else found[1],
             begin=make_free,
@@ -179,11 +294,11 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
             done = f"{state['epoch']} epochs, {state['step']} steps"
             is_over = saving.is_over(max_epochs, how.max_steps, patience)
             announce(f"The training in {path} is complete: {done}." if is_over else f"Resuming {path} after {done}.")
-        stack.enter_context(compiled(model.module, how.compile))
+        stack.enter_context(compiled(fitted.module, how.compile))
         gpus = range(torch.cuda.device_count()) if device.type == "cuda" else ()
         stack.enter_context(torch.random.fork_rng(devices=gpus))
         # Seeds dropout and the directions of SIGReg, differently for each training run and process.
-        torch.manual_seed(model.seed + model.n_epochs_ + 1_000_003 * rank)
+        torch.manual_seed(fitted.seed + fitted.n_epochs + 1_000_003 * rank)
         error: NotFiniteError | SavingError | None = None
         try:
             settled = how.model_copy(update={"max_epochs": max_epochs, "precision": precision})
@@ -191,8 +306,8 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         except (NotFiniteError, SavingError) as failure:  # the best weights so far are in it
             result, error = failure.result, failure
     if folder is not None:
-        model._trained_in.add(str(folder.path.resolve()))
-    _take_over(model, result)
+        fitted.trained_in.add(str(folder.path.resolve()))
+    _take_over(fitted, result)
     if error is not None:
         raise error
     if result.interrupted:
@@ -205,24 +320,24 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         )
         signal.raise_signal(result.signal)
     if rank == 0:
-        model._embed_training_cells(data.bound, data.train_rows, min(data.batch_size or 256, 256))
+        fitted.embed_training_cells(data.bound, data.train_rows, min(data.batch_size or 256, 256))
 
 
-def _take_over(model: CellModel, result: FitResult) -> None:
+def _take_over(model: FittedModel, result: FitResult) -> None:
     """Store the results of a training run in the model."""
     if result.weights:  # the module is sharded
         model.module = model.spec.build_module().eval()
         model.module.load_state_dict(result.weights)
     model.module.to(result.device, torch.float32)  # precisions such as "bf16-true" leave it in half precision
-    model._stopped = result.stopped
-    model._extend_history(result.history)
-    model.n_epochs_ += result.n_epochs
-    model.is_trained_ = model.is_trained_ or result.n_epochs > 0
-    model._labeled = None
+    model.stopped = result.stopped
+    model.extend_history(result.history)
+    model.n_epochs += result.n_epochs
+    model.is_trained = model.is_trained or result.n_epochs > 0
+    model.labeled = None
     if model.spec.tuning is None:
-        model._landmarks = None
+        model.landmarks = None
     if model.spec.tuning is None or model.spec.tuning.freeze is not True:
-        model._correction = None
+        model.correction = None
 
 
 def _found(folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, overwrite: bool) -> _Found | None:
@@ -239,38 +354,38 @@ def _found(folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, o
 
 
 def _freeing(
-    model: CellModel, folder: RunFolder, found: _Found | None, resume: Any, *, overwrite: bool
+    model: FittedModel, folder: RunFolder, found: _Found | None, resume: Any, *, overwrite: bool
 ) -> Callable[[], None]:
     """Return a function that clears the folder before the first step. Raises an error if this is not allowed."""
     if found is not None and folder.holds(found[0]):
         state = found[1]
-        return lambda: folder.go_back_to(state["step"], model.n_epochs_ + state["epoch"])
-    if str(folder.path.resolve()) in model._trained_in:
+        return lambda: folder.go_back_to(state["step"], model.n_epochs + state["epoch"])
+    if str(folder.path.resolve()) in model.trained_in:
         # A second training run of the same model continues with the numbers of its epochs.
         return lambda: folder.clear(states_only=True)
     folder.check_free(resumes=resume == _AUTO, overwrite=overwrite)
     return folder.clear
 
 
-def _writer(model: CellModel, folder: RunFolder, keep_last: int) -> Any:
+def _writer(model: FittedModel, folder: RunFolder, keep_last: int) -> Any:
     """Return a function that writes checkpoints as model folders."""
-    before = model.n_epochs_
+    before = model.n_epochs
 
     def write(name: str, state: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
         with _saved(model, folder, name, before + state["epoch"]):
-            model._write(folder.path / name, weights=weights, extra=lambda place: write_state(place, state))
+            model.write(folder.path / name, weights=weights, extra=lambda place: write_state(place, state))
             folder.keep_last(keep_last)
 
     return write
 
 
-def _best(model: CellModel, folder: RunFolder, top_k: int) -> Any:
+def _best(model: FittedModel, folder: RunFolder, top_k: int) -> Any:
     """Return a function that creates a callback to save the best epochs as model folders."""
-    before = model.n_epochs_
+    before = model.n_epochs
 
     def save(name: str, epochs_done: int, weights: dict[str, torch.Tensor]) -> None:
         with _saved(model, folder, name, before + epochs_done):
-            model._write(folder.path / name, weights=weights)
+            model.write(folder.path / name, weights=weights)
 
     def remove(name: str) -> None:
         if (folder.path / name).is_dir():  # a resumed training run may have removed it before
@@ -281,10 +396,10 @@ def _best(model: CellModel, folder: RunFolder, top_k: int) -> Any:
 
 
 @contextlib.contextmanager
-def _saved(model: CellModel, folder: RunFolder, name: str, n_epochs: int) -> Any:
+def _saved(model: FittedModel, folder: RunFolder, name: str, n_epochs: int) -> Any:
     """Set the model's epoch count while saving. Raises a SavingError if the model cannot be written."""
-    before = model.is_trained_, model.n_epochs_
-    model.is_trained_, model.n_epochs_ = True, n_epochs
+    before = model.is_trained, model.n_epochs
+    model.is_trained, model.n_epochs = True, n_epochs
     try:
         yield
     except SavingError:
@@ -296,10 +411,10 @@ def _saved(model: CellModel, folder: RunFolder, name: str, n_epochs: int) -> Any
         problem = f"{name} cannot be written ({reason}){kept}; free disk space and pass {how}"
         raise SavingError(f"checkpoint_dir={str(folder.path)!r}: {problem}.") from error
     finally:
-        model.is_trained_, model.n_epochs_ = before
+        model.is_trained, model.n_epochs = before
 
 
-def _settings(model: CellModel, data: CellDataModule, plan: TrainingPlan, **further: Any) -> dict[str, Any]:
+def _settings(model: FittedModel, data: CellDataModule, plan: TrainingPlan, **further: Any) -> dict[str, Any]:
     """Return the settings that determine the result of a training run, as a JSON-safe dict."""
     parts = model.spec.to_json()
     named = {f"{part}.{name}": value for part, options in parts.items() for name, value in options.items()}
@@ -307,9 +422,9 @@ def _settings(model: CellModel, data: CellDataModule, plan: TrainingPlan, **furt
     size = data.batch_size or (plan.objective.defaults.batch_size if budget is None else None)
     settings = {
         **named,
-        "vocab": model.vocab.hash,
+        "vocab": model.spec.vocab.hash,
         "seed": model.seed,
-        "epochs_before": model.n_epochs_,
+        "epochs_before": model.n_epochs,
         "n_cells": len(data.train_rows),
         "genes_per_cell": hashlib.sha256(np.ascontiguousarray(data.bound.n_expressed, dtype=np.int64).data).hexdigest(),
         "n_validation_cells": len(data.validation_rows),
@@ -326,13 +441,13 @@ def _settings(model: CellModel, data: CellDataModule, plan: TrainingPlan, **furt
     }
 
 
-def _fingerprint(model: CellModel, data: CellDataModule) -> dict[str, str | None]:
+def _fingerprint(spec: ModelSpec, data: CellDataModule) -> dict[str, str | None]:
     """Return hashes of the data that training reads: counts, measured genes, columns of obs, and the split."""
     cells = data.bound
     found = {"counts": cells.counts_digest() if hasattr(cells, "counts_digest") else None}
     found["measured genes"] = None if cells.measured is None else _sha256(np.packbits(cells.measured))
     found["training cells"], found["validation cells"] = _sha256(data.train_rows), _sha256(data.validation_rows)
-    parts = model.spec.to_json()
+    parts = spec.to_json()
     options = {**parts["objective"], **parts.get("tuning", {}).get("task", {}), "batch_key": data.batch_key}
     named = [value for name, value in options.items() if name.endswith(("_key", "_keys")) and value is not None]
     for key in sorted({key for keys in named for key in ([keys] if isinstance(keys, str) else keys)}):

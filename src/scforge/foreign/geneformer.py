@@ -328,7 +328,7 @@ def to_geneformer(model: Any, folder: str | os.PathLike[str], *, overwrite: bool
     options = _options(model)
     tied = options["tie_head"]
     names = geneformer_names(tied=tied)
-    theirs = names.invert(model._backbone.state_dict())
+    theirs = names.invert(model.fitted.backbone.state_dict())
     if not tied:
         # BERT keeps a second one, which it does not use.
         theirs["cls.predictions.bias"] = theirs["cls.predictions.decoder.bias"].clone()

@@ -47,13 +47,11 @@ from scforge.errors import (
     GeneMismatchError,
     MissingFileError,
     ModelFileError,
-    NotTrainedWarning,
     OptionError,
     listing,
-    warn,
 )
-from scforge.estimators.base import CellModel
-from scforge.models.components.gene_vectors import check_filled
+from scforge.estimators.encoder import Encoder
+from scforge.estimators.setup import setup_of, source_of
 from scforge.training.predict import embed
 from scforge.workflows.models import load_named
 from scforge.workflows.outputs import check_ending
@@ -431,7 +429,7 @@ class EmbeddingInfo:
 
 
 def embed_to(
-    model: CellModel | str | os.PathLike[str],
+    model: Encoder | str | os.PathLike[str],
     source: AnnData | Cells | CensusQuery | str | os.PathLike[str] | list[str],
     output: str | os.PathLike[str],
     *,
@@ -527,18 +525,21 @@ def embed_to(
     if is_url(output):
         raise OptionError("is a URL; pass a local path, and upload the result afterwards.", output=output)
     files = EmbeddingFiles(Path(output), overwrite=overwrite)
-    if not isinstance(model, CellModel):
+    if not isinstance(model, Encoder):
         model = load_named(model, f"model={str(model)!r} (--model)")
-    check_filled(model.module)
-    key = model._obsm_key if key == AUTO_KEY else key
-    if not model.is_trained_:
-        warn("The model is not trained; its embedding is random.", NotTrainedWarning)
+    fitted = model.fitted
+    fitted.check_ready("its embedding is")
+    key = fitted.obsm_key if key == AUTO_KEY else key
     before = model.device
     model.to_device(chosen_device(device))
     try:
         cells = _open(model, source)
-        opened = source if isinstance(source, list | tuple) or is_query(source) else model._source(source)
-        codes = model._codes_to_correct(opened, cells, correction)
+        own = (
+            {}
+            if isinstance(source, list | tuple) or is_query(source)
+            else setup_of(type(model), source_of(model, source))
+        )
+        codes = fitted.codes_to_correct(cells, correction, batch_key=own.get("batch_key"))
         kept = _with_genes(model, source) if counts else None
         identity = json.dumps(model.spec.to_json(), sort_keys=True) + model.vocab.hash
         plan = {
@@ -550,8 +551,8 @@ def embed_to(
             "counts": kept is not None,
         }
         if codes is not None:
-            assert model._correction is not None
-            corrected = _hash_with(codes.tobytes(), model._correction.tensors())
+            assert fitted.correction is not None
+            corrected = _hash_with(codes.tobytes(), fitted.correction.tensors())
             plan |= {"correction": float(correction), "corrected": corrected}
         hidden = not progress_bar or rank != 0
         return _embed_blocks(
@@ -562,7 +563,7 @@ def embed_to(
 
 
 def _embed_blocks(
-    model: CellModel,
+    model: Encoder,
     cells: Cells,
     kept: AnnData | Path | None,
     codes: np.ndarray | None,
@@ -585,19 +586,18 @@ def _embed_blocks(
                 f"requires more memory than the device {str(model.device)!r} has; lower batch_size (--batch-size).",
                 batch_size=batch_size,
             ) from error
-        return model._corrected(found, None if codes is None else codes[rows], plan.get("correction", 0.0))
+        return model.fitted.corrected(found, None if codes is None else codes[rows], plan.get("correction", 0.0))
 
     def frame() -> AnnData:
         obs = embedded_adata(cells, np.empty((len(cells), 0), dtype=np.float32), plan["key"]).obs
-        uns = {
-            UNS_KEY: {plan["key"]: model._provenance(cells, plan["n_latent"], correction=plan.get("correction", 0.0))}
-        }
+        settings = model.fitted.provenance_of(cells, plan["n_latent"], correction=plan.get("correction", 0.0))
+        uns = {UNS_KEY: {plan["key"]: settings}}
         if isinstance(kept, Path) and source_identity(kept, cells, **_setup(model)) != plan["source"]:
             raise DataError("has changed since its cells were embedded; embed them again.", source=str(kept))
         found = read_h5ad(kept) if isinstance(kept, Path) and copied is None else kept
         if not isinstance(found, AnnData):
             return AnnData(obs=obs, uns=uns)
-        layer = (model._setup_of(found) or model._setup)["layer"]
+        layer = (setup_of(type(model), found) or model.fitted.setup)["layer"]
         layers = {} if layer is None else {layer: found.layers[layer]}
         obsm = {key: value for key, value in found.obsm.items() if key != plan["key"]}
         return AnnData(found.X, obs=obs, var=found.var, layers=layers, obsm=obsm, uns=uns)
@@ -606,10 +606,11 @@ def _embed_blocks(
         """Copy the counts and genes of an h5ad file into another one, a block at a time."""
         if copied is None:
             return
-        layer = [] if model._setup["layer"] is None else [f"layers/{model._setup['layer']}"]
+        layer = model.fitted.setup["layer"]
+        layers = [] if layer is None else [f"layers/{layer}"]
         with h5py.File(copied, "r") as file:
             check_h5(file, str(copied))
-            for name in ["X", "var", *layer, "obsm"]:
+            for name in ["X", "var", *layers, "obsm"]:
                 if name in file:
                     if name in root:
                         del root[name]
@@ -649,18 +650,18 @@ def _embed_blocks(
     )
 
 
-def _with_genes(model: CellModel, source: Any) -> AnnData | Path | None:
+def _with_genes(model: Encoder, source: Any) -> AnnData | Path | None:
     """Return the cells whose genes and counts the output can contain: an AnnData or an h5ad file; None for others."""
     if isinstance(source, str | os.PathLike):
         path = Path(source)
         return path if path.suffix == ".h5ad" and path.is_file() else None
-    found = model._source(source)
+    found = source_of(model, source)
     if not isinstance(found, AnnData):
         return None
     return found.to_memory() if found.isbacked else found
 
 
-def _open(model: CellModel, source: Any) -> Cells:
+def _open(model: Encoder, source: Any) -> Cells:
     """Open cells over the genes of the model."""
     try:
         if is_query(source):
@@ -668,7 +669,7 @@ def _open(model: CellModel, source: Any) -> Cells:
         elif isinstance(source, list | tuple):
             cells = open_cells(source, model.vocab, **_setup(model))
         else:
-            cells = model._cells(source)
+            cells = model.open_cells(source)
     except GeneMismatchError as error:
         problem, _, way_out = str(error).rpartition("; ")
         if "_protein_coding'" not in way_out:
@@ -682,9 +683,9 @@ def _open(model: CellModel, source: Any) -> Cells:
     return cells
 
 
-def _setup(model: CellModel) -> dict[str, Any]:
+def _setup(model: Encoder) -> dict[str, Any]:
     """Return the layer and gene column of the training data."""
-    setup = model.registry_["setup_args"]
+    setup = model.fitted.setup
     return {"layer": setup.get("layer"), "gene_key": setup.get("gene_key")}
 
 

@@ -173,7 +173,7 @@ def _evaluate_task(
                 f"would replace {str(differences_path)!r}, which scforge did not write; choose another name.",
                 output=str(path),
             )
-    if trained_on is not None and tuned._known_split() is None:
+    if trained_on is not None and tuned.fitted.split_of(tuned.open_cells()) is None:
         raise OptionError(
             "(--trained-on) does not contain exactly the cells used for fine-tuning; "
             "pass these cells, or omit trained_on.",

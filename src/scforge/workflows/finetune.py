@@ -139,7 +139,7 @@ def finetuning_report(result: FinetuningResult, config: Config) -> list[str]:
         Its configuration.
     """
     model, output = result.model, config.output
-    tuning, split = model.spec.tuning, model._known_split()
+    tuning, split = model.spec.tuning, model.fitted.split_of(model.open_cells())
     assert tuning is not None
     assert split is not None
     lines = [str(model).splitlines()[0]]

@@ -67,13 +67,13 @@ def predict_to(
     path = output_file(output, [_TABLE, _CELLS], overwrite=overwrite, inputs=[source])
     prefix = f"model={str(model)!r} (--model)"
     tuned = load_named(model, prefix)
-    if tuned.spec.tuning is None and tuned._own_task() is None:
+    if tuned.spec.tuning is None and tuned.own_task is None:
         raise OptionError(
             f"{prefix} was not fine-tuned, so it has no task; run scforge finetune --base-model {model} first, or "
             "run scforge embed to embed the cells."
         )
     tuned.to_device(chosen_device(device))
-    task = tuned._own_task() or tuned.objective
+    task = tuned.own_task or tuned.objective
     assert isinstance(task, Task)
     adata = in_memory(source)
     if task.makes_cells and path.suffix == _TABLE:
@@ -83,7 +83,7 @@ def predict_to(
             f"requires cells from an h5ad file, but source={str(source)!r}; choose a table as output, e.g. labels.csv.",
             output=str(output),
         )
-    cells = tuned._cells(source) if adata is None else adata
+    cells = tuned.open_cells(source) if adata is None else adata
     found = tuned.predict(cells, batch_size=batch_size, **options)
     if isinstance(found, AnnData):
         write(path, found, overwrite=overwrite)
@@ -93,7 +93,7 @@ def predict_to(
         write(path, adata, overwrite=overwrite)
     else:
         table = pd.DataFrame(found).rename_axis("cell")
-        if task.learns_labels and (parts := tuned._parts_of(tuned._cells(cells))) is not None:
+        if task.learns_labels and (parts := tuned.fitted.parts_of(tuned.open_cells(cells))) is not None:
             table[f"{options.get('key_added') or 'scforge'}_split"] = parts
         write(path, table, overwrite=overwrite)
     return f"{len(found):,} cells"

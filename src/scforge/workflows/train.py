@@ -336,7 +336,7 @@ def _model(source: AnnData | Cells, config: Config) -> tuple[Encoder, CellDataMo
                 source, layer=data.layer, gene_key=data.gene_key, batch_key=data.batch_key, labels_key=data.labels_key
             )
             model = front(source, *parts, **options)
-            return model, make_datamodule(model._cells(), config)
+            return model, make_datamodule(model.open_cells(), config)
         module = make_datamodule(source, config)
         return front(None, *parts, datamodule=module, **options), module
 

@@ -149,7 +149,7 @@ def test_cells_without_batch_take_no_part(base, tmp_path):
     adata = planted()
     adata.obs["donor"] = [None, None, *(f"d{i // 2 % 2}" for i in range(238))]
     model = base.finetune("integration", adata, batch_key="donor", max_epochs=1, **QUIET)
-    split = model._known_split()
+    split = model.fitted.split_of(model.open_cells())
     assert sorted(np.concatenate([split.train, split.validation, split.test])) == list(range(2, 240))
     assert model.spec.tuning.task_options["batches"] == ["d0", "d1"]
     model.save(tmp_path / "model")

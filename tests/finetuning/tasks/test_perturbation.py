@@ -86,7 +86,7 @@ def test_predictions_are_an_anndata(tuned: Encoder, tmp_path) -> None:
     assert made.obs_names.tolist() == ["gene0+gene1", "gene2+gene3"]
     assert made.var_names.tolist() == GENES
     assert not made.obs["is_seen"].any()
-    controls = tuned._cells(tuned.adata[tuned.adata.obs["target"] == "ctrl"].copy())
+    controls = tuned.open_cells(tuned.adata[tuned.adata.obs["target"] == "ctrl"].copy())
     expression = np.log1p(controls.counts.toarray() / controls.totals[:, None] * 1e4)
     np.testing.assert_allclose(made.X, expression.mean(axis=0) + made.layers["delta"], rtol=1e-4)
     named = tuned.predict(perturbations=["gene5+gene4+gene20", "gene0"], n_cells=3)
@@ -274,7 +274,7 @@ def test_other_cells_are_scored_against_controls_of_their_own(tuned: Encoder) ->
 
 def test_control_cells_are_inputs_and_no_targets(adata: ad.AnnData, base: Encoder) -> None:
     task = get_task("perturbation", **OPTIONS, perturbations={name: ["all"] for name in SINGLES + COMBINATIONS})
-    cells = base._cells(adata)
+    cells = base.open_cells(adata)
     train = np.arange(adata.n_obs)
     task.bind(cells, train)
     control = adata.obs["target"].to_numpy() == "ctrl"

@@ -50,9 +50,9 @@ def test_a_loaded_model_and_embed_give_the_same_numbers(integrated, cells, tmp_p
 
 
 def test_training_further_fits_it_anew(integrated, cells, quick):
-    before = integrated._correction
+    before = integrated.fitted.correction
     integrated.train(**quick)
-    assert integrated._correction is not before
+    assert integrated.fitted.correction is not before
 
 
 def test_cells_of_other_batches_are_scaled_and_named(integrated, cells):
@@ -150,7 +150,7 @@ def test_queries_of_a_saved_annotator_are_corrected(trained, cells, quick, tmp_p
 
 @pytest.mark.parametrize("damage", ["short", "flat", "wide", "double", "infinite", "names", "missing"])
 def test_damage_is_found(integrated, damage):
-    tensors, batches = integrated._correction.tensors(), list(integrated._correction.batches)
+    tensors, batches = integrated.fitted.correction.tensors(), list(integrated.fitted.correction.batches)
     changes = {
         "short": {"shifts": tensors["shifts"][:1]},
         "flat": {"centroids": tensors["centroids"].flatten()},
