@@ -82,7 +82,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def finetune(config, **options):
         seen.update(config=config, **options)
-        return SimpleNamespace(model=SimpleNamespace(_stopped=False))
+        return SimpleNamespace(model=SimpleNamespace(fitted=SimpleNamespace(stopped=False)))
 
     monkeypatch.setattr("scforge.workflows.finetune.finetune_from_config", finetune)
     monkeypatch.setattr("scforge.workflows.finetune.finetuning_report", lambda *args: [])
