@@ -108,7 +108,7 @@ class ScforgeError(Exception):
     Attributes
     ----------
     argument : str or None
-        Name of the argument or option that caused the error.
+        Name of the argument, option or part of the data (``"adata.X"``) that caused the error.
     value : object
         Its value, if the message shows it.
 
@@ -132,12 +132,14 @@ class ScforgeError(Exception):
             subject += f"={value!r}" if argument else repr(value)
         gap = " " if subject and problem[:1] not in ",:;[" else ""
         super().__init__(redacted(f"{subject}{gap}{problem}"))
-        self.problem, self.argument = problem, argument
-        self.value = None if value is _NOT_GIVEN else value
+        self.problem, self.argument = redacted(problem), argument
+        self.value = None if value is _NOT_GIVEN else redacted(value) if isinstance(value, str) else value
+        self._is_located = False
 
     def located(self, place: str) -> Self:
-        """Return the error with the location of an option, e.g. a line of a file, before its message."""
-        self.args = (f"{place}{self}",)
+        """Return the error with a location, e.g. a line of a file, before its message, unless it has one already."""
+        if place and not self._is_located:
+            self.args, self._is_located = (f"{place}{self}",), True
         return self
 
 

@@ -91,6 +91,8 @@ def test_not_set_up(tiny_adata: ad.AnnData) -> None:
     for other in (tiny_adata.copy(), tiny_adata[:10]):
         hint = "adata is not set up, because it is a copy of an AnnData that was set up; call Encoder.setup_anndata"
         fails(lambda o=other: Encoder(o), OptionError, hint)
+    ScDiVa.setup_anndata(other := tiny_adata.copy())
+    fails(lambda: Encoder(other), OptionError, "adata is not set up; call Encoder.setup_anndata")
 
 
 def test_setting_up_a_copy_leaves_the_first_as_it_was(tiny_adata: ad.AnnData, tmp_path) -> None:

@@ -47,6 +47,14 @@ def annotator(base: Encoder) -> Encoder:
     return base.finetune("annotation", max_epochs=2, **QUICK)
 
 
+def test_another_model_may_hold_a_fine_tuned_one(annotator: Encoder, query: ad.AnnData) -> None:
+    again = Encoder.of_fitted(annotator.fitted)
+    labels = again.predict(query.copy())
+    pd.testing.assert_frame_equal(labels, annotator.predict(query.copy()))
+    mapped, expected = (Encoder.load_query_data(query.copy(), reference) for reference in (again, annotator))
+    np.testing.assert_array_equal(mapped.get_latent_representation(), expected.get_latent_representation())
+
+
 def test_a_wrong_head_is_outvoted_and_not_confident(annotator: Encoder, query: ad.AnnData) -> None:
     """New cells get the label of similar training cells, and the disagreement shows; other cells and options do not."""
     truth, own = query.obs["group"].astype(str).to_numpy(), annotator.adata

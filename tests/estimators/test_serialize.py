@@ -235,6 +235,10 @@ def test_a_model_is_not_pickled_but_copied(model):
     assert deep.module is not model.module
     expected = model.get_latent_representation(key_added=None)
     np.testing.assert_array_equal(deep.get_latent_representation(key_added=None), expected)
+    n_epochs, n_scores = model.n_epochs_, len(model.history["train_loss"])
+    shallow.train(1, progress_bar=False, accelerator="cpu")
+    assert (model.n_epochs_, len(model.history["train_loss"])) == (n_epochs, n_scores)
+    assert len(shallow.history["train_loss"]) == n_scores + 1
 
 
 def test_a_model_with_nan_weights_replaces_nothing(model: Encoder, folder: Path) -> None:

@@ -68,6 +68,13 @@ _WORDS = {
 }
 """A mapping from pydantic error types to messages without Python terms, with pydantic's limits."""
 
+_PYTHON_WORDS = {
+    **_WORDS,
+    **dict.fromkeys(("bool_parsing", "bool_type"), "must be True or False"),
+    "string_type": "is not text",
+}
+"""The same for arguments of functions."""
+
 
 class AliasError(ConfigError):
     """Options that are not allowed together, or not in their section.
@@ -295,7 +302,8 @@ def config_error(error: ValidationError, schema: type[BaseModel], places: Places
 def option_error(error: ValidationError, schema: type[BaseModel]) -> OptionError:
     """Convert pydantic's first error in arguments to a sentence."""
     detail = error.errors(include_url=False)[0]
-    return OptionError(f"{_problem(detail, schema)[1]}.", argument=dotted_name(detail["loc"]), value=detail["input"])
+    problem = _problem(detail, schema, _PYTHON_WORDS)[1]
+    return OptionError(f"{problem}.", argument=dotted_name(detail["loc"]), value=detail["input"])
 
 
 def without_secrets(content: Any, *, options: bool = False) -> Any:
@@ -338,7 +346,7 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
     return next((cls for cls in choices if isinstance(cls, type) and issubclass(cls, BaseModel)), None)
 
 
-def _problem(detail: ErrorDetails, schema: type[BaseModel]) -> tuple[str, str]:
+def _problem(detail: ErrorDetails, schema: type[BaseModel], words: Mapping[str, str] = _WORDS) -> tuple[str, str]:
     """Return the option with its value, and what is wrong with it."""
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     name = dotted_name(detail["loc"])
@@ -353,7 +361,7 @@ def _problem(detail: ErrorDetails, schema: type[BaseModel]) -> tuple[str, str]:
         elsewhere = [full_name for full_name, _, _, its_key in names if its_key == key and full_name != name]
         suggestion = next(iter(elsewhere), None) or (near and f"{section}.{near}".lstrip("."))
         listed = listing(siblings, most=8 if suggestion else 24)
-        owner = section or "a configuration"
+        owner = section or ("a configuration" if "data" in schema.model_fields else schema.__name__)
         return option, f"is not a known option{_hint(suggestion)} ({owner} has: {listed})"
     if kind == "missing":
         if name.startswith("finetune."):
@@ -368,8 +376,8 @@ def _problem(detail: ErrorDetails, schema: type[BaseModel]) -> tuple[str, str]:
         return section, f"has the key {shown(value)}, which is not the name of an option"
     if kind == "value_error":
         return option, str(context["error"])
-    if kind in _WORDS:
-        return option, _WORDS[kind].format(**context)
+    if kind in words:
+        return option, words[kind].format(**context)
     return option, "cannot be used: " + " ".join(detail["msg"].split()).rstrip(".")
 
 

@@ -449,6 +449,11 @@ class SharedTraining(Section):
         Number of steps between two lines of the log.
     checkpoint_every_n_steps
         Number of steps between two checkpoints, in addition to the checkpoint at the end of each epoch.
+
+    Examples
+    --------
+    >>> SharedTraining(ema_decay=0.999).gradient_clip_val
+    1.0
     """
 
     batch_size: BatchSize = None

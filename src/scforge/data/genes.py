@@ -425,7 +425,8 @@ def _named(stream: ChunkReader) -> Iterator[None]:
             warnings.simplefilter("always", ScforgeWarning)
             yield
     except DataError as error:
-        raise error.located(prefix) from error.__cause__
+        error.located(prefix)
+        raise
     for warning in warned:
         warn(f"{prefix}{warning.message}", warning.category)
 

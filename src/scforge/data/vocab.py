@@ -194,7 +194,7 @@ class GeneVocab:
 
     def __post_init__(self) -> None:
         if not self.genes:
-            raise DataError("genes=[] contains no gene; a vocabulary needs at least one.")
+            raise DataError("contains no gene; a vocabulary needs at least one.", genes=[])
         if len(set(self.genes)) < len(self.genes):
             twice = next(gene for gene, count in Counter(self.genes).items() if count > 1)
             raise DataError(f"contains {twice!r} twice; genes of a vocabulary must be unique.", argument="genes")

@@ -117,8 +117,8 @@ class _Held[T]:
         self._name = name.rstrip("_")
 
     def __get__(self, model: Any, owner: type) -> T:
-        found: T = getattr(model.fitted, self._name)
-        return found
+        value: T = self if model is None else getattr(model.fitted, self._name)  # type: ignore[assignment]
+        return value
 
     def __set__(self, model: Any, value: T) -> None:
         if "fitted" in vars(model):
@@ -341,6 +341,9 @@ class Encoder(BaseModelClass, metaclass=Front):
             key = model.registry_["setup_args"]["gene_key"]
             map_names(gene_names(model.adata, key), fitted.spec.vocab, var=model.adata.var, gene_key=key)
         model._hold(copy.copy(fitted))
+        if fitted.base is not None:
+            base = cls.of_fitted(fitted.base)
+            model.base_model, base.opened = base, model.opened
         return model
 
     @classmethod
@@ -472,7 +475,8 @@ class Encoder(BaseModelClass, metaclass=Front):
         try:
             cls.setup_anndata(adata, layer, gene_key, batch_key, labels_key, **kwargs)
         except DataError as error:
-            raise type(error)(f"modality={modality!r}: {error}") from error
+            error.located(f"modality={modality!r}: ")
+            raise
         manager = cls._get_most_recent_anndata_manager(adata)
         manager.update_setup_method_args({"modality": modality})
         mdata.uns[LAST] = modality

@@ -278,7 +278,7 @@ def query_model(
 
 
 def _checked(reference: FittedModel, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool, bool]:
-    """Return the options about batches, whether a reference was integrated, and whether its encoder stays as it is.
+    """Return the options about batches, whether a reference was integrated, and whether its encoder is frozen.
 
     Raises an OptionError if it cannot be a reference, or an argument in `given` has no effect for it.
     """

@@ -50,13 +50,13 @@ if TYPE_CHECKING:
 
     from scforge.finetuning.splits import Split
 
-type _Tensors = dict[str, torch.Tensor]
-
 _N_LANDMARKS = 2_000
 """Maximum number of training cells whose embeddings are saved with a model."""
 
 _FOLLOWS = frozenset(("max_seq_len", "n_batches", "n_special"))
 """Options of an architecture that follow from tokenizer, batches and vocabulary."""
+
+type _Tensors = dict[str, torch.Tensor]
 
 
 class _History(dict[str, pd.DataFrame]):
@@ -109,6 +109,15 @@ class FittedModel:
         Location of the weights, and facts for the model card.
     trained_in
         Folders of training runs.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+    >>> scforge.models.Encoder.setup_anndata(adata)
+    >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+    >>> model.fitted.module is model.module, model.fitted.n_epochs
+    (True, 0)
     """
 
     def __init__(
@@ -394,9 +403,11 @@ class FittedModel:
 
     def extend_history(self, figures: dict[str, list[float]]) -> None:
         """Append the scores of epochs to the history, with one data frame per name, as in scvi-tools."""
+        history = _History(self.history)  # a copy of the model keeps its own
         for name, values in figures.items():
-            both = [*(self.history[name][name] if name in self.history else ()), *values]
-            self.history[name] = pd.DataFrame({name: both}).rename_axis("epoch")
+            scores = [*(history[name][name] if name in history else ()), *values]
+            history[name] = pd.DataFrame({name: scores}).rename_axis("epoch")
+        self.history = history
 
     def history_lists(self) -> dict[str, list[float]]:
         """Return the scores of the epochs by name."""

@@ -190,11 +190,7 @@ def load_folder(cls: Any, folder: Path, adata: AnnData | Literal[False] | None, 
             own["batch_key"] = inherited_batch_key(cells.obs, setup["batch_key"])
             own["labels_key"] = setup["labels_key"] if setup["labels_key"] in cells.obs else None
             cls.setup_anndata(cells, **own)
-    fitted = FittedModel.of_folder(folder, stored)
-    model = cls.of_fitted(fitted, cells)
-    if fitted.base is not None:
-        model.base_model = cls.of_fitted(fitted.base)
-        model.base_model.opened = model.opened
+    model = cls.of_fitted(FittedModel.of_folder(folder, stored), cells)
     model.to_device(device)
     model.reference_cells = read_saved_reference(folder, stored.content, stored.spec.vocab)
     return model

@@ -168,7 +168,8 @@ def require_setup(cls: Any, adata: AnnData | None) -> None:
     try:
         cls._get_most_recent_anndata_manager(adata, required=True)
     except ValueError as error:
-        why = ", because it is a copy of an AnnData that was set up" if _SCVI_UUID_KEY in adata.uns else ""
+        is_copy = adata.uns.get(_SCVI_UUID_KEY) in cls._setup_adata_manager_store
+        why = ", because it is a copy of an AnnData that was set up" if is_copy else ""
         raise OptionError(
             f"is not set up{why}; call {cls.__name__}.setup_anndata(adata) first.", argument="adata"
         ) from error

@@ -74,8 +74,13 @@ _OF_OTHERS = {
 }
 """A mapping from arguments of scvi-tools and Lightning to advice for scforge."""
 
-_ADDED = {"alignment": 0.0, "labels_key": None, "labels": None, "labels_weight": 0.02}
-"""Options of the default objective that scforge 0.1.0 does not have, with the values that train as it does."""
+_ADDED = {
+    "objective.alignment": 0.0,
+    "objective.labels_key": None,
+    "objective.labels": None,
+    "objective.labels_weight": 0.02,
+}
+"""Settings that scforge 0.1.0 does not have, with the values that train as it does."""
 
 
 type _Found = tuple[Path, dict[str, Any], StoredModel]
@@ -306,7 +311,7 @@ def _run(model: Model, data: CellDataModule, plan: TrainingPlan, how: TrainOptio
         except (NotFiniteError, SavingError) as failure:  # the best weights so far are in it
             result, error = failure.result, failure
     if folder is not None:
-        fitted.trained_in.add(str(folder.path.resolve()))
+        fitted.trained_in = fitted.trained_in | {str(folder.path.resolve())}
     _take_over(fitted, result)
     if error is not None:
         raise error
@@ -468,8 +473,7 @@ def _sha256(*parts: Any) -> str:
 
 def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Remove settings that may change when resuming, such as `max_epochs` with a constant learning rate."""
-    added = {f"objective.{name}": value for name, value in _ADDED.items()}
-    settings = {name: value for name, value in settings.items() if name not in added or value != added[name]}
+    settings = {name: value for name, value in settings.items() if name not in _ADDED or value != _ADDED[name]}
     if settings.get("schedule") == "constant":
         settings.pop("max_epochs", None)
     return settings

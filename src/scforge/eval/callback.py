@@ -99,7 +99,8 @@ class BenchmarkCallback(Callback):
                 benchmark.check(opened[source].obs)
             except ScforgeError as error:
                 where = "the held-out cells" if evaluation.held_out else f"the cells of {evaluation.place}"
-                raise type(error)(f"the benchmark {evaluation.name!r} cannot score {where}: {error}") from error
+                error.located(f"the benchmark {evaluation.name!r} cannot score {where}: ")
+                raise
             self._runs.append((str(evaluation.name), benchmark, opened[source]))
         if not _embeds(trainer):
             # Checked like everywhere, so that every process stops alike, but nothing more to do here.

@@ -60,9 +60,14 @@ class SupervisedTask(Task):
         self.probe_first = probe_first
 
     @property
+    def targets_option(self) -> dict[str, Any]:
+        """The option that specifies the targets, for use in errors."""
+        return {"labels_key": self.labels_key}
+
+    @property
     def argument(self) -> str:
-        """Name and value of the option that specifies the targets, for use in messages."""
-        return f"labels_key={self.labels_key!r}"
+        """The same as text, for use in warnings."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.targets_option.items())
 
     @property
     def known_classes(self) -> list[str]:
@@ -111,8 +116,9 @@ class SupervisedTask(Task):
         self._targets = self.read(cells.column)
         if lacking := int((~self.has_target(self._targets[train_rows])).sum()):
             raise DataError(
-                f"{self.argument} is missing or unknown for {lacking} of {len(train_rows)} training cells; fill in the "
-                "values. If labels were corrected after fine-tuning, fine-tune the base model again."
+                f"is missing or unknown for {lacking} of {len(train_rows)} training cells; fill in the values. If "
+                "labels were corrected after fine-tuning, fine-tune the base model again.",
+                **self.targets_option,
             )
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
@@ -162,8 +168,9 @@ class SupervisedTask(Task):
         if not is_known.any():
             known_classes = f" (classes: {listing(self.classes)})" if self.classes else ""
             raise DataError(
-                f"{self.argument} has no value that the model predicts in any of the {len(is_known)} scored "
-                f"cells{known_classes}; score other cells."
+                f"has no value that the model predicts in any of the {len(is_known)} scored cells{known_classes}; "
+                "score other cells.",
+                **self.targets_option,
             )
         rows, truth = context.rows[is_known], targets[is_known]
         methods = {"scforge": self.estimate(context.predictor, rows)}
@@ -196,10 +203,10 @@ class SupervisedTask(Task):
         """Return the training cells whose target is still known; labels may have been corrected since fine-tuning."""
         learned = train_rows[self.has_target(targets[train_rows])]
         if lacking := len(train_rows) - len(learned):
-            what = f"{self.argument}: {lacking} of {len(train_rows)} training cells no longer have a known value"
+            what = f": {lacking} of {len(train_rows)} training cells no longer have a known value"
             if not len(learned):
-                raise DataError(f"{what}; restore them, or pass baselines=False.")
-            warn(f"{what}; baselines are fitted on the others.")
+                raise DataError(f"{what}; restore them, or pass baselines=False.", **self.targets_option)
+            warn(f"{self.argument}{what}; baselines are fitted on the others.")
         return learned
 
     def _warn_of_unscored(self, counts: Mapping[str, int], n_cells: int, column: Column) -> None:

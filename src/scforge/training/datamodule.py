@@ -151,7 +151,7 @@ class CellDataModule(lightning.LightningDataModule):
             try:
                 train_rows, validation_rows = split_cells(len(cells), validation_size, self.seed, groups=groups)
             except DataError as error:
-                raise DataError(f": {error}", split_by=split_by) from error
+                raise DataError(f": {error.problem}", split_by=split_by) from error
         elif train_rows is None or validation_rows is None:
             raise OptionError(
                 "and validation_rows must be given together; pass both, or neither.", argument="train_rows"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import ConfigDict, Field, ValidationError, field_validator
+from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from scforge.config.aliases import option_error
 from scforge.config.schema import Float, Int, Path, Positive, SharedTraining
@@ -86,10 +86,10 @@ class TrainOptions(SharedTraining):
     10
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True, strict=True)
 
-    max_epochs: Int | None = None
     max_steps: Int = -1
+    max_epochs: Int | None = None
     datamodule: Any = None
     max_tokens_per_batch: Int | None = None
     validation_size: Float | None = None
@@ -100,9 +100,9 @@ class TrainOptions(SharedTraining):
     schedule: str | None = None
     warmup_steps: Int | None = None
     early_stopping_patience: Positive = 10
-    accelerator: str = "auto"
+    accelerator: Any = "auto"
     devices: Any = 1
-    strategy: str = "auto"
+    strategy: Any = "auto"
     precision: Any = None
     progress_bar: bool = True
     logger: Any = None
@@ -120,10 +120,11 @@ class TrainOptions(SharedTraining):
         except ValidationError as error:
             raise option_error(error, type(self)) from None
 
-    @field_validator("max_epochs", "max_steps")
+    @field_validator("max_steps", "max_epochs")
     @classmethod
-    def _is_positive_or_unlimited(cls, value: int | None) -> int | None:
-        if value is not None and value != -1 and value < 1:
+    def _is_limited(cls, value: int | None, info: ValidationInfo) -> int | None:
+        unlimited = value == -1 and (info.field_name == "max_steps" or info.data.get("max_steps", 1) > 0)
+        if value is not None and value < 1 and not unlimited:
             raise ValueError("must be at least 1")
         return value
 

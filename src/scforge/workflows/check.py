@@ -199,8 +199,11 @@ def check_finetuning(config: Config) -> None:
     written = config.user_set()
     for name, problem in NOT_OF_TUNING.items():
         if (value := get_option(written, name)) not in (None, {}):
-            raise ConfigError(f"{problem}.", argument=name, value=value)
-    check_model_folder(section.base_model, f"finetune.base_model={section.base_model!r} (--base-model)")
+            error = ConfigError(f"{name}={shown(value)} {problem}.")
+            error.argument = name
+            raise error
+    with placed(config, "finetune.base_model"):
+        check_model_folder(section.base_model, f"finetune.base_model={section.base_model!r} (--base-model)")
     of_task = {key: value for key in TUNING_OF_TASKS if (value := getattr(section, key)) is not None}
     options = {**section.user_options(), **of_task}
     check_options("task option", section.task, options, TASKS.get(section.task).option_names())
@@ -249,7 +252,8 @@ def described(config: Config) -> str:
         If a required option of the task is set neither in the configuration nor in the base model.
     """
     section = finetune_section(config)
-    folder = check_model_folder(section.base_model, f"finetune.base_model={section.base_model!r}")
+    with placed(config, "finetune.base_model"):
+        folder = check_model_folder(section.base_model, f"finetune.base_model={section.base_model!r}")
     base = read_folder(folder)
     given = {**base.content["setup"], **section.user_options(), **columns_of(config)}
     for option in TASKS.get(section.task).needed_options():

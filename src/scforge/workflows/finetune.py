@@ -94,8 +94,9 @@ def finetune_from_config(
     """
     section = finetune_section(config)
     arguments = checked_arguments(config, resume=resume, overwrite=overwrite)
-    with placed(config):
+    with placed(config, "finetune.base_model"):
         base = load_named(section.base_model, f"finetune.base_model={section.base_model!r} (--base-model)")
+    with placed(config):
         source = open_source(config.data, base.vocab, columns=named_columns(config))
         data, setup = config.data, base.registry_["setup_args"]
         if isinstance(source, AnnData) and (data.layer is not None or data.gene_key is not None):

@@ -48,13 +48,14 @@ def placed(config: Config, option: str | None = None) -> Iterator[None]:
         yield
     except ScforgeError as error:
         place = _place(config, error.argument) if option is None else config.place_of(option)
-        raise error.located(place) from error.__cause__
+        error.located(place)
+        raise
 
 
 def _place(config: Config, name: str | None) -> str:
     if name is None:
         return ""
-    if "." in name:
+    if name.partition(".")[0] in type(config).model_fields:
         return config.place_of(name)
     written = config.user_set()
     holders = [f"{section}.{name}" for section in _SECTIONS if name in written.get(section, {})]

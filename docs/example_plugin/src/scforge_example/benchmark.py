@@ -30,7 +30,7 @@ class NeighbourPurity(Benchmark):
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
         """Return the share, from 0 to 1."""
         if self.labels_key not in obs:
-            raise DataError(f"labels_key={self.labels_key!r} is not a column of obs.")
+            raise DataError("is not a column of obs.", labels_key=self.labels_key)
         labels = obs[self.labels_key]
         labeled = np.asarray(labels.notna())
         found = NearestNeighbors(n_neighbors=self.n_neighbors).fit(embedding[labeled])

@@ -28,7 +28,7 @@ class DecorrelatedMaskedGenes(MaskedGenePrediction):
     def __init__(self, *, mask_ratio: float = 0.15, weight: float = 0.1) -> None:
         super().__init__(mask_ratio=mask_ratio)
         if weight < 0:
-            raise OptionError(f"weight={weight!r} is negative; give 0 or more.")
+            raise OptionError("is negative; pass 0 or more.", weight=weight)
         self.weight = float(weight)
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -41,7 +41,7 @@ class GeneSetScore(Task):
         """Return the score of each cell, float32, shape (N,)."""
         known = [name for name in self.genes if name in cells.vocab.genes]
         if not known:
-            raise OptionError(f"genes={self.genes!r}: the model knows none of them; name genes of its vocabulary.")
+            raise OptionError(": the model knows none of them; name genes of its vocabulary.", genes=self.genes)
         wanted = np.array([cells.vocab.genes.index(name) for name in known])
         scores = np.empty(len(cells), dtype=np.float32)
         for begin in range(0, len(cells), 4096):

@@ -31,7 +31,7 @@ class PowerTokenizer(Tokenizer):
     def __init__(self, vocab: GeneVocab, *, power: float = 0.5, **options: Any) -> None:
         super().__init__(vocab, **options)
         if not 0 < power <= 1:
-            raise OptionError(f"power={power!r} is not above 0 and at most 1.")
+            raise OptionError("is not above 0 and at most 1.", power=power)
         self.power = float(power)
 
     def _tokenize(self, block: CellBlock) -> RaggedTokens:

@@ -193,11 +193,12 @@ class Annotation(SupervisedTask):
         names = [str(name) for name in labels.categories]
         if len(names) < 2:
             what = f"only one label ({names[0]!r})" if names else "no labels"
-            raise DataError(f"{self.argument} has {what} among the training cells; annotation needs two classes.")
+            problem = f"has {what} among the training cells; annotation needs two classes."
+            raise DataError(problem, **self.targets_option)
         if names_each_cell(labels.dropna()):
             raise DataError(
-                f"{self.argument} has a different value for each of the {len(names):,} training cells; choose another "
-                "column."
+                f"has a different value for each of the {len(names):,} training cells; choose another column.",
+                **self.targets_option,
             )
         if single := [str(name) for name, size in labels.value_counts().items() if size == 1]:
             warn(f"{self.argument}: the labels {listing(single)} have only one cell each and cannot be scored.")
@@ -215,8 +216,9 @@ class Annotation(SupervisedTask):
         labels = self._labels(column)
         if len(split.validation) and not np.isin(labels.codes[split.validation], labels.codes[split.train]).any():
             raise DataError(
-                f"{self.argument}: no validation cell has a label of the training cells, so the best epoch cannot be "
-                "selected; change the split, or set validation_size=0."
+                ": no validation cell has a label of the training cells, so the best epoch cannot be selected; change "
+                "the split, or set validation_size=0.",
+                **self.targets_option,
             )
         held_out = labels.codes[np.concatenate([split.validation, split.test])]
         lacking = np.setdiff1d(held_out[held_out >= 0], labels.codes[split.train])

@@ -95,9 +95,9 @@ class MultiLabel(SupervisedTask):
         self._weight: torch.Tensor | None = None
 
     @property
-    def argument(self) -> str:
-        """Name and value of the option that specifies the labels, for use in messages."""
-        return super().argument if self.labels_keys is None else f"labels_keys={self.labels_keys!r}"
+    def targets_option(self) -> dict[str, Any]:
+        """The option that specifies the labels, for use in errors."""
+        return super().targets_option if self.labels_keys is None else {"labels_keys": self.labels_keys}
 
     def usable(self, column: Column) -> np.ndarray:
         """Return which cells have values."""
@@ -179,11 +179,11 @@ class MultiLabel(SupervisedTask):
         targets, unknown = self._lookup(column, classes)
         targets = targets[self._has_values(column)]
         if not classes:
-            raise DataError(f"{self.argument} has no label for any training cell; choose another column.")
+            raise DataError("has no label for any training cell; choose another column.", **self.targets_option)
         if same := [name for name, has in zip(classes, targets.T, strict=True) if has.all() or not has.any()]:
             raise DataError(
-                f"{self.argument} contains labels of all or none of the training cells ({listing(same)}); remove these "
-                "labels."
+                f"contains labels of all or none of the training cells ({listing(same)}); remove these labels.",
+                **self.targets_option,
             )
         if unknown.any():
             lacking = f"labels of {self.argument} ({listing(sorted({*self._occurring(column)} - {*classes}))})"

@@ -92,8 +92,8 @@ class Regression(SupervisedTask):
         values = values[~np.isnan(values)]
         if not len(values) or np.ptp(values) == 0:
             what = f"only one value ({values[0]:g})" if len(values) else "no values"
-            problem = f"{self.argument} has {what} among the training cells"
-            raise DataError(f"{problem}; regression needs at least two different values.")
+            problem = f"has {what} among the training cells; regression needs at least two different values."
+            raise DataError(problem, **self.targets_option)
         return {} if self.center is not None else {"center": float(values.mean()), "scale": float(values.std())}
 
     def read(self, column: Column) -> np.ndarray:
@@ -111,11 +111,12 @@ class Regression(SupervisedTask):
         if pd.api.types.is_bool_dtype(kinds) or not pd.api.types.is_numeric_dtype(kinds):
             first = next(iter(values.dropna()), None)
             raise DataError(
-                f"{self.argument} does not contain numbers (first: {first!r}); use the task 'annotation' for classes."
+                f"does not contain numbers (first: {first!r}); use the task 'annotation' for classes.",
+                **self.targets_option,
             )
         numbers = np.asarray(values.astype("Float64").to_numpy(dtype=np.float64, na_value=np.nan))
         if np.isinf(numbers).any():
-            raise DataError(f"{self.argument} contains infinite values; replace them with numpy.nan.")
+            raise DataError("contains infinite values; replace them with numpy.nan.", **self.targets_option)
         return numbers
 
     def has_target(self, targets: np.ndarray) -> np.ndarray:

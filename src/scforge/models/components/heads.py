@@ -127,10 +127,11 @@ def check_count_targets(name: str, counts: torch.Tensor) -> None:
     if bool(bad.any()):
         value = float(counts[bad][0])
         raise OptionError(
-            f"value_loss={name!r} requires integer counts of at least {least}, but a target is {value:g}; use a "
+            f"requires integer counts of at least {least}, but a target is {value:g}; use a "
             "tokenizer that returns counts (continuous_projection with transform='counts')"
             + (" without unexpressed genes, " if least else ", ")
-            + "or value_loss='mse'."
+            + "or value_loss='mse'.",
+            value_loss=name,
         )
 
 
