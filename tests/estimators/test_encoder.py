@@ -434,7 +434,7 @@ def choose_a_layer(adata: ad.AnnData) -> None:
 @pytest.mark.parametrize("change", [change_counts, change_names, choose_a_layer])
 def test_cells_are_opened_again_where_they_have_changed(model: Encoder, monkeypatch, change: Callable) -> None:
     opened = Mock(side_effect=open_cells)
-    monkeypatch.setattr("scforge.estimators.base.open_cells", opened)
+    monkeypatch.setattr("scforge.estimators.encoder.open_cells", opened)
     before = model.get_latent_representation()
     model.adata.obs["number"] = np.arange(60)
     assert model.open_cells().column("number").tolist() == list(range(60))
