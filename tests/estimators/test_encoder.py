@@ -15,6 +15,7 @@ from scipy import sparse
 from scforge.data import GeneVocab, open_cells, select_genes
 from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, TrainingError
 from scforge.estimators import Encoder, ScDiVa
+from scforge.estimators.setup import setup_of
 from scforge.models import list_models
 from scforge.models.registry import MODELS
 from scforge.tokenizers import ContinuousProjectionTokenizer, list_tokenizers, register_tokenizer
@@ -444,7 +445,7 @@ def test_cells_are_opened_again_where_they_have_changed(model: Encoder, monkeypa
     after = model.get_latent_representation()
     assert opened.call_count == 1
     copy = model.adata.copy()
-    Encoder.setup_anndata(copy, layer=model.fitted.setup["layer"])
+    Encoder.setup_anndata(copy, layer=setup_of(Encoder, model.adata)["layer"])
     np.testing.assert_array_equal(after, model.get_latent_representation(copy))
     assert np.abs(after - before).max() > 0
 

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from scforge.estimators.fitted import FittedModel
 
 
-type _Batch = dict[str, torch.Tensor]
-
 _FORMAT = 1
 _FILES = {"onnx": "model.onnx", "torch": "model.pt2"}
 _NEEDED = ("onnx", "onnxscript", "onnxruntime")
@@ -46,6 +44,9 @@ _TOLERANCE = 1e-4
 """Maximum difference from scforge, relative to the largest value of the embedding (at least 1)."""
 _TRACED, _COMPARED = (3, 24), ((1, 1), (2, 7), (5, 0))
 """Number of cells and expressed genes, for the traced batch and the compared batches; 0 means as many as fit."""
+
+
+type _Batch = dict[str, torch.Tensor]
 
 
 class _Encode(nn.Module):

@@ -50,13 +50,14 @@ if TYPE_CHECKING:
 
     from scforge.finetuning.splits import Split
 
-type _Tensors = dict[str, torch.Tensor]
-
 _N_LANDMARKS = 2_000
 """Maximum number of training cells whose embeddings are saved with a model."""
 
 _FOLLOWS = frozenset(("max_seq_len", "n_batches", "n_special"))
 """Options of an architecture that follow from tokenizer, batches and vocabulary."""
+
+
+type _Tensors = dict[str, torch.Tensor]
 
 
 class _History(dict[str, pd.DataFrame]):
