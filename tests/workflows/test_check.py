@@ -136,7 +136,9 @@ def test_mistakes_have_a_place(load: Callable[..., Config]) -> None:
         Path("recipe.yaml").write_text(TEXT[1:].replace(old, new))
         with pytest.raises(ScforgeError, match=start):
             check_config(load())
-    Path("recipe.yaml").write_text("data: {paths: [cells.h5ad]}\nfinetune:\n  task: annotation\n  base_model: nowhere\n")
+    Path("recipe.yaml").write_text(
+        "data: {paths: [cells.h5ad]}\nfinetune:\n  task: annotation\n  base_model: nowhere\n"
+    )
     with pytest.raises(MissingFileError, match=r"^recipe\.yaml, line 4: finetune\.base_model='nowhere' "):
         check_config(load("finetune.labels_key=group"))
 
