@@ -194,9 +194,7 @@ def check_options(
     for option in options:
         if option not in known:
             advice = f"; {hints[option]}." if hints and option in hints else suggest(option, known, most=20)
-            error = OptionError(f"{kind} {option!r} is unknown to {owner!r}{advice}")
-            error.argument = option  # the message names its kind first
-            raise error
+            raise OptionError(f"is unknown to {owner!r}{advice}", argument=option, subject=f"{kind} {option!r}")
 
 
 def check_kinds(owner: Callable[..., Any], options: Mapping[str, Any]) -> None:

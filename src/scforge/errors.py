@@ -102,8 +102,10 @@ class ScforgeError(Exception):
     argument, value
         Name of the argument that caused the error, and its value. The message begins with what is given of them:
         ``argument=value problem``.
+    subject
+        Text with which the message begins instead.
     **named
-        The same in short form, e.g. ``batch_size=0`` for ``argument="batch_size", value=0``.
+        Argument and value in short form, e.g. ``batch_size=0`` for ``argument="batch_size", value=0``.
 
     Attributes
     ----------
@@ -123,13 +125,21 @@ class ScforgeError(Exception):
     """
 
     def __init__(
-        self, problem: str, /, argument: str | None = None, value: object = _NOT_GIVEN, **named: object
+        self,
+        problem: str,
+        /,
+        argument: str | None = None,
+        value: object = _NOT_GIVEN,
+        *,
+        subject: str | None = None,
+        **named: object,
     ) -> None:
         if named:
             ((argument, value),) = named.items()
-        subject = argument or ""
-        if value is not _NOT_GIVEN:
-            subject += f"={value!r}" if argument else repr(value)
+        if subject is None:
+            subject = argument or ""
+            if value is not _NOT_GIVEN:
+                subject += f"={value!r}" if argument else repr(value)
         gap = " " if subject and problem[:1] not in ",:;[" else ""
         super().__init__(redacted(f"{subject}{gap}{problem}"))
         self.problem, self.argument = redacted(problem), argument

@@ -294,9 +294,8 @@ def config_error(error: ValidationError, schema: type[BaseModel], places: Places
     subject, problem = _problem(details[0], schema)
     others = f"{len(details) - 1} more option{'s' if len(details) > 2 else ''}"
     end = "" if len(details) == 1 else f" (and {others} cannot be used)"
-    converted = ConfigError(f"{location}{subject} {problem}{end}.")
-    converted.argument = dotted_name(details[0]["loc"])
-    return converted
+    name = dotted_name(details[0]["loc"])
+    return ConfigError(f"{problem}{end}.", argument=name, subject=subject).located(location)
 
 
 def option_error(error: ValidationError, schema: type[BaseModel]) -> OptionError:

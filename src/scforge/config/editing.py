@@ -118,11 +118,11 @@ def _describe(section: type[BaseModel], schema: dict[str, Any]) -> None:
     """Copy the descriptions of a section and its options from its docstring to the schema."""
     schema.pop("title", None)
     words: dict[str, list[str]] = {}
-    for base in reversed(section.__mro__):
+    for base in (base for base in reversed(section.__mro__) if issubclass(base, Section)):
         summary, _, rest = (base.__doc__ or "").partition("Parameters\n")
-        schema["description"] = " ".join(summary.split())
+        schema["description"] = " ".join(summary.split())  # the own one is last
         names: list[str] = []
-        for line in rest.splitlines()[1:] if issubclass(base, Section) else ():
+        for line in rest.splitlines()[1:]:
             text = line.strip()
             if text in ("Examples", "Notes"):
                 break

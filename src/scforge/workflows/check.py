@@ -199,9 +199,7 @@ def check_finetuning(config: Config) -> None:
     written = config.user_set()
     for name, problem in NOT_OF_TUNING.items():
         if (value := get_option(written, name)) not in (None, {}):
-            error = ConfigError(f"{name}={shown(value)} {problem}.")
-            error.argument = name
-            raise error
+            raise ConfigError(f"{problem}.", argument=name, value=value, subject=f"{name}={shown(value)}")
     with placed(config, "finetune.base_model"):
         check_model_folder(section.base_model, f"finetune.base_model={section.base_model!r} (--base-model)")
     of_task = {key: value for key in TUNING_OF_TASKS if (value := getattr(section, key)) is not None}
