@@ -8,6 +8,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any, cast
 
+import numba
+import numpy as np
 import torch
 from torch import nn
 
@@ -63,6 +65,14 @@ class _TokenStates(nn.Module):
         return states, mean_pool(hidden_bsh, tokens_bs)
 
 
+@numba.njit(cache=True, nogil=True)
+def _add_weights(input_ids, weights, sums):
+    """Add the weight of each token to the sum of its id in the row of the cell; torch's scatter takes ten times as long."""
+    for cell in range(len(input_ids)):
+        for position in range(input_ids.shape[1]):
+            sums[cell, input_ids[cell, position]] += weights[cell, position]
+
+
 class _WeightedSum(nn.Module):
     """Compute the sum of gene embeddings weighted by expression, then an MLP: one hidden state per cell."""
 
@@ -91,8 +101,9 @@ class _WeightedSum(nn.Module):
         if weights.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             table = self.bag.weight if isinstance(self.bag, nn.EmbeddingBag) else self.bag.table()
             if len(table) <= _DENSE * input_ids.shape[1]:
-                dense = weights.new_zeros(len(input_ids), len(table)).scatter_add(1, input_ids, weights)
-                return self.mlp[:-1](dense @ table)
+                sums = np.zeros((len(input_ids), len(table)), dtype=np.float32)
+                _add_weights(input_ids.numpy(), weights.detach().float().numpy(), sums)
+                return self.mlp[:-1](torch.from_numpy(sums).to(dtype) @ table)
         return self.mlp[:-1](self.bag(input_ids, per_sample_weights=weights))
 
 
@@ -186,6 +197,7 @@ class GenePoolingModel(Architecture):
             check_count("latent_dim", latent_dim, "dimensions")
         self.vocab_size = vocab_size
         self.hidden_dim = hidden_dim
+        self.n_genes = vocab_size - n_special
         self.pooling = pooling
         self.uses_order = pooling == "mean"
         ffn_dim = 4 * hidden_dim if ffn_dim is None else ffn_dim
@@ -216,11 +228,10 @@ class GenePoolingModel(Architecture):
                     "objectives require; choose pooling='weighted_sum', or another objective.",
                     pooling="mean",
                 )
-            n_genes = vocab_size - n_special
             self.decoder = nn.ModuleDict(
                 {
                     "logvar": nn.Linear(ffn_dim, self.latent_dim),
-                    "expression": BatchIntegrationHead(self.latent_dim, decoder_dim, n_genes, n_batches),
+                    "expression": BatchIntegrationHead(self.latent_dim, decoder_dim, self.n_genes, n_batches),
                 }
             )
         self.projector = None
@@ -299,6 +310,24 @@ class GenePoolingModel(Architecture):
             If there is no decoder, or a batch is unknown.
         """
         return self._decoder()["expression"](latent, batch)
+
+    def squared_errors(
+        self, latent: torch.Tensor, batch: torch.Tensor | int | None, target: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the mean squared error of the decoded expression of each cell, faster than from :meth:`decode`.
+
+        Parameters
+        ----------
+        latent, batch
+            See :meth:`decode`.
+        target
+            log1p CP10K values, float32, shape (B, G), or of a number of cells of which B is a multiple: repeated.
+
+        Returns
+        -------
+        The errors, float32, shape (B,).
+        """
+        return self._decoder()["expression"].squared_errors(latent, batch, target)
 
     def _decoder(self) -> nn.ModuleDict:
         if self.decoder is None:

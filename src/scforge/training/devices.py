@@ -127,7 +127,7 @@ def shard(module: nn.Module, mesh: Any) -> None:
             fully_shard(part, mesh=mesh)
     fully_shard(module, mesh=mesh)
     # Some objectives call only `encode`, or `infer` and the decoders.
-    for name in ("encode", "infer", "decode", "classify", "project"):
+    for name in ("encode", "infer", "decode", "squared_errors", "classify", "project"):
         if hasattr(module, name):
             register_fsdp_forward_method(module, name)
 

@@ -31,7 +31,34 @@ class BatchIntegrationHead(nn.Module):
         self.decoder = nn.Linear(hidden_dim, num_genes)
 
     def forward(self, latent_bl: torch.Tensor, batch: torch.Tensor | int | None = None) -> torch.Tensor:
-        """Return expression, shape (B, G).
+        """Return expression, shape (B, G). For the arguments, see :meth:`hidden`."""
+        return self.decoder(self.hidden(latent_bl, batch))
+
+    def squared_errors(
+        self, latent_bl: torch.Tensor, batch: torch.Tensor | int | None, target_bg: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the mean squared error of the expression of each cell, float32, shape (B,), without that expression.
+
+        With weights W, bias c and hidden state h, the error is ``h' W'W h - 2 h' W'(x - c) + |x - c|^2``. The products
+        W'W and W'x take the place of products and element-wise operations of size B x G.
+
+        Parameters
+        ----------
+        latent_bl, batch
+            See :meth:`hidden`. The number of cells may be a multiple of the number of rows of `target_bg`.
+        target_bg
+            Expression x, float32, shape (rows, G), repeated for all cells.
+        """
+        with torch.autocast(latent_bl.device.type, enabled=False):
+            weight, bias = self.decoder.weight.float(), self.decoder.bias.float()
+            hidden_kbh = self.hidden(latent_bl.float(), batch).unflatten(0, (-1, len(target_bg)))
+            linear_bh = target_bg @ weight - bias @ weight
+            constant_b = target_bg.square().sum(dim=1) - 2 * (target_bg @ bias) + bias.dot(bias)
+            quadratic_kb = ((hidden_kbh @ (weight.T @ weight) - 2 * linear_bh) * hidden_kbh).sum(dim=-1)
+            return (quadratic_kb + constant_b).flatten() / len(weight)
+
+    def hidden(self, latent_bl: torch.Tensor, batch: torch.Tensor | int | None = None) -> torch.Tensor:
+        """Return the hidden state, which is mapped linearly to expression, shape (B, H).
 
         Parameters
         ----------
@@ -55,7 +82,7 @@ class BatchIntegrationHead(nn.Module):
         else:
             mean_h = self.batch_embedding.weight.mean(dim=0)
             if batch is None:
-                return self.decoder(F.gelu(dense_bh + mean_h))
+                return F.gelu(dense_bh + mean_h)
             batch_b = number_of_each("batch", batch, len(latent_bl), latent_bl.device)
             n_batches = self.batch_embedding.num_embeddings
             if batch_b.device.type == "cpu" and bool(((batch_b < -1) | (batch_b >= n_batches)).any()):
@@ -66,7 +93,7 @@ class BatchIntegrationHead(nn.Module):
                 )
             of_batch_bh = self.batch_embedding(batch_b.clamp(min=0))
             dense_bh = dense_bh + torch.where((batch_b < 0).unsqueeze(1), mean_h, of_batch_bh)
-        return self.decoder(F.gelu(dense_bh))
+        return F.gelu(dense_bh)
 
 
 def batch_vectors(module: nn.Module) -> nn.Parameter | None:

@@ -39,7 +39,7 @@ _POINT = 0.9999
 """Mean cosine above which all cells lie at one point: they differ by less than 1% of their length."""
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _binomial(n, p, key, position):
     """Sample from Binomial(n, p); return the sample and the next position of the random sequence."""
     if n > _NORMAL_ABOVE:
@@ -56,7 +56,7 @@ def _binomial(n, p, key, position):
     return draw, position
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _trials(n, p, key, position):
     """Sample from Binomial(n, p), 64 trials at a time.
 
@@ -83,7 +83,7 @@ def _trials(n, p, key, position):
     return np.float64(kept), position
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _ones(bits):
     """Count the set bits of a 64-bit integer by sums of neighboring fields (Warren 2012, Hacker's Delight, 5-1)."""
     bits -= (bits >> np.uint64(1)) & np.uint64(0x5555555555555555)
@@ -92,7 +92,7 @@ def _ones(bits):
     return (bits * np.uint64(0x0101010101010101)) >> np.uint64(56)
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _downsample(indptr, genes, counts, totals, keys, keep_low, keep_high, drop_low, drop_high, log_uniform):
     n_cells = len(indptr) - 1
     out_indptr = np.zeros(n_cells + 1, dtype=np.int64)
@@ -112,12 +112,11 @@ def _downsample(indptr, genes, counts, totals, keys, keep_low, keep_high, drop_l
             draw, position = _binomial(count, keep, key, position)
             before += count
             after += draw
-            hidden = uniform(key, position) < drop
-            position += np.uint64(1)
-            if draw > 0 and not hidden:
+            if draw > 0 and uniform(key, position) >= drop:
                 out_genes[size] = genes[entry]
                 out_counts[size] = draw
                 size += 1
+            position += np.uint64(1)
         # The genes outside the vocabulary are thinned as one, which has the same distribution.
         rest, position = _binomial(max(totals[cell] - before, 0.0), keep, key, position)
         out_totals[cell] = max(after + rest, 1.0)

@@ -303,17 +303,15 @@ class NeighborDenoising(TellsLabels, SeesViews):
         n_cells, batches = self.n_cells(batch), batch.get("batch")
         latent, mu = inferred["latent"], inferred["mu"].float()
         own = mu[:n_cells]
-        predicted = of_cells.decode(latent[:n_cells], batches).float()
-        profiles = dense_profiles(batch, predicted.shape[1])
-        error_b = (predicted - profiles).square().mean(dim=1)
+        translates = "has_neighbor" in batch and module.training
+        error_b, translated_b, n_genes = _squared_errors(of_cells, latent if translates else latent[:n_cells], batch)
         figures = {"squared_error": error_b.mean(), "kl": kl_divergence(own, inferred["logvar"][:n_cells].float())}
-        total = 0.5 * error_b.mean().clamp(min=_MIN_ERROR).log() + self.beta * figures["kl"] / profiles.shape[1]
-        if "has_neighbor" in batch and module.training:
+        total = 0.5 * error_b.mean().clamp(min=_MIN_ERROR).log() + self.beta * figures["kl"] / n_genes
+        if translated_b is not None:
             has_b = batch["has_neighbor"]
             share, n_having = has_b.mean(), has_b.sum().clamp(min=1)
             distance = ((own - mu[n_cells:]).square().mean(dim=1) * has_b).sum() / n_having
-            translated = of_cells.decode(latent[n_cells:], batches).float()
-            error = ((translated - profiles).square().mean(dim=1) * has_b).sum() / n_having
+            error = (translated_b * has_b).sum() / n_having
             # Without any neighbor the error is 0, and its logarithm has weight 0.
             log_error = 0.5 * error.clamp(min=_MIN_ERROR).log() * has_b.amax()
             total = total + self.agreement * distance + self.translation * log_error
@@ -342,6 +340,25 @@ class NeighborDenoising(TellsLabels, SeesViews):
                 if share > 0:
                     means[name] = figure / share
         return {**super().summarize(means), **geometry}
+
+
+def _squared_errors(
+    module: Any, latent: torch.Tensor, batch: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """Return the mean squared error of each cell (B,), that of neighbors if `latent` has them, and the number of genes."""
+    codes = batch.get("batch")
+    n_cells = len(batch["profile_genes"])
+    codes = None if codes is None else codes.repeat(len(latent) // n_cells)
+    if (squared_errors := getattr(module, "squared_errors", None)) is not None:
+        n_genes = module.n_genes
+        errors = squared_errors(latent, codes, dense_profiles(batch, n_genes))
+    else:
+        predicted = module.decode(latent, codes).float()
+        n_genes = predicted.shape[1]
+        target = dense_profiles(batch, n_genes).repeat(len(latent) // n_cells, 1)
+        errors = (predicted - target).square().mean(dim=1)
+    own, *others = errors.split(n_cells)
+    return own, others[0] if others else None, n_genes
 
 
 def contrastive_loss(mu: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
