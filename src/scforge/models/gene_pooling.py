@@ -67,7 +67,7 @@ class _TokenStates(nn.Module):
 
 @numba.njit(cache=True, nogil=True)
 def _add_weights(input_ids, weights, sums):
-    """Add the weight of each token to the sum of its id in the row of the cell; torch's scatter takes ten times as long."""
+    """Add the weight of each token to the sum of its id and cell; scatter_add takes several times as long."""
     for cell in range(len(input_ids)):
         for position in range(input_ids.shape[1]):
             sums[cell, input_ids[cell, position]] += weights[cell, position]

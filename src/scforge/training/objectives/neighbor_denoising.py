@@ -345,7 +345,7 @@ class NeighborDenoising(TellsLabels, SeesViews):
 def _squared_errors(
     module: Any, latent: torch.Tensor, batch: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """Return the mean squared error of each cell (B,), that of neighbors if `latent` has them, and the number of genes."""
+    """Return the errors of the cells (B,), those from their neighbors if `latent` has them, and the number of genes."""
     codes = batch.get("batch")
     n_cells = len(batch["profile_genes"])
     codes = None if codes is None else codes.repeat(len(latent) // n_cells)
