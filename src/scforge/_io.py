@@ -73,6 +73,12 @@ _WORKING, _SAVED = ".saving", ".saved"
 
 _GONE = ".replaced"
 
+_ADDED = re.compile(r"dataset_\d+|added_\d+")
+"""Names of the subfolders that an append adds to a store, in its root and in the folder of its checksums."""
+
+_ADDED_NODES = ({"", "obs/scforge_total"}, {"", "checksums", "measured"})
+"""Nodes in such a subfolder, some of which no other program writes."""
+
 
 def check_local(argument: str, path: str | os.PathLike[str]) -> None:
     """Raise an OptionError if an output is a URL, which would become a folder with the name of its protocol."""
@@ -427,11 +433,14 @@ def others_in(folder: Path) -> list[str]:
 
 
 def others_in_store(folder: Path) -> list[str]:
-    """Return the files in a zarr folder that its consolidated metadata do not list, and links."""
-    try:
-        nodes = {"", *read_json(folder / "zarr.json")["consolidated_metadata"]["metadata"]}
-    except (OSError, ModelFileError, LookupError, TypeError):
-        nodes = set()
+    """Return the files in a zarr folder that its consolidated metadata do not list, and links.
+
+    Subfolders of an append that was killed before it could list them are those of scforge.
+    """
+    nodes = _nodes(folder)
+    for added in added_in_vain(folder):
+        prefix = added.relative_to(folder).as_posix()
+        nodes |= {f"{prefix}/{node}".removesuffix("/") for node in _nodes(added)}
     part = re.compile(r"(?:(?P<node>.*)/)?(?:zarr\.json|c(?:/\d+)*)")
     return [
         name
@@ -440,6 +449,27 @@ def others_in_store(folder: Path) -> list[str]:
         or (match["node"] or "") not in nodes
         or not _is_plain((folder / name).parent, (folder / name).name)
     ]
+
+
+def added_in_vain(store: Path) -> list[Path]:
+    """Return the subfolders that an append moved into a store before it was killed, which readers do not see."""
+    listed, homes = _nodes(store), [store, store / "scforge"]
+    subfolders = [part for home in homes if _is_folder(home) for part in home.iterdir() if _ADDED.fullmatch(part.name)]
+    return [
+        part
+        for part in subfolders
+        if _is_folder(part)
+        and part.relative_to(store).as_posix() not in listed
+        and any(own <= _nodes(part) for own in _ADDED_NODES)
+    ]
+
+
+def _nodes(folder: Path) -> set[str]:
+    """Return the names of the groups and arrays that the consolidated metadata of a zarr folder list."""
+    try:
+        return {"", *read_json(folder / "zarr.json")["consolidated_metadata"]["metadata"]}
+    except (OSError, MissingFileError, ModelFileError, LookupError, TypeError):
+        return set()
 
 
 def is_model(folder: Path) -> bool:
@@ -706,6 +736,25 @@ def swap_in(new: Path, path: Path, *, overwrite: bool) -> None:
             gone.rename(path)
             raise
         gone.rename(new)
+
+
+def add_to_store(new: Path, store: Path, names: Iterable[str]) -> None:
+    """Move the subfolders `names` from the zarr folder `new` to `store`, and then the zarr.json that lists them.
+
+    Until this last step, which is atomic, the store is what it was, because readers open only what its zarr.json lists.
+    The caller holds a lock. What an append that was killed has moved there is moved to `new`.
+    """
+    for file in [part for part in new.rglob("*") if part.is_file()]:
+        _to_disk(file)
+    for left in added_in_vain(store):
+        left.rename(new / f"{left.name}{_GONE}")
+    for name in names:
+        if os.path.lexists(store / name):
+            raise OptionError(f"contains {name!r}, which scforge did not write; move it.", path=str(store))
+        (new / name).rename(store / name)
+        _to_disk((store / name).parent)
+    (new / "zarr.json").replace(store / "zarr.json")
+    _to_disk(store)
 
 
 def left_by_swap(path: Path) -> list[Path]:

@@ -268,7 +268,7 @@ def _config_schema(output: str | None = None, **options: bool) -> None:
 def _convert(sources: list[str], output: str, *, obs: str | None = None, quiet: bool = False, **options: Any) -> None:
     from scforge.data.paths import check_exists, check_target
 
-    check_target(output, options.get("overwrite", False))
+    check_target(output, options.get("overwrite", False), options.get("append", False))
     for source in sources:
         check_exists(source)
     with announced_loading():
@@ -440,6 +440,7 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
     add("--gene-key", **_GENE_KEY)
     add("--modality", metavar="NAME", help="modality of an h5mu file")
     add("--overwrite", action="store_true", help="replace a store")
+    add("--append", action="store_true", help="add the cells to an existing store")
     add("--quiet", action="store_true", help="no progress bar and no description")
     command.set_defaults(run=_convert)
 

@@ -212,7 +212,7 @@ EDITS = {
     "type": (_set("dataset_1/X/data", "data_type", value="uint8"), "a cell of .* cannot be read"),
     "vocabulary": (_set("vocab_hash", value="0"), "its vocabulary or the genes"),
     "overlap": (lambda info, _: info["sources"][0].update(overlap=0.5), "or the genes of its sources"),
-    "format": (_set("format", value=2), "of a later scforge version; update scforge"),
+    "format": (_set("format", value=3), "of a later scforge version; update scforge"),
     "more": (lambda info, _: info.update(something_new=1), None),
     "description": (lambda info, _: info.pop("chunk_size"), "'chunk_size' in its metadata is invalid"),
 }

@@ -21,11 +21,12 @@ from filelock import Timeout
 from scipy import sparse
 
 from scforge._checks import check_seed
-from scforge._io import locked, new_folder, remove_working, swap_in
+from scforge._io import add_to_store, locked, new_folder, remove_working, swap_in
 from scforge._version import __version__
+from scforge.data.appending import StoreEnd
 from scforge.data.cells import CellBlock
 from scforge.data.checks import listed_columns, row_checksums, row_sums
-from scforge.data.gene_sets import warn_of_partial
+from scforge.data.gene_sets import share_of_partial, warn_of_partial
 from scforge.data.genes import MIN_OVERLAP, GeneMap, map_streams, warn_counts_outside, warn_empty
 from scforge.data.joining import join_obs
 from scforge.data.medians import StreamingMedians
@@ -43,6 +44,7 @@ from scforge.data.store import (
     StoreInfo,
     content_hash,
     dataset_hash,
+    write_added,
     write_root,
 )
 from scforge.data.vocab import GeneVocab, open_vocab
@@ -92,6 +94,7 @@ def convert(
     modality: str | None = None,
     min_overlap: float = MIN_OVERLAP,
     overwrite: bool = False,
+    append: bool = False,
     progress: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> StoreInfo:
@@ -99,6 +102,10 @@ def convert(
 
     The cells of all sources are put into one random order, with their counts aligned to the genes of one vocabulary.
     `path` does not exist until the store is complete. An interrupted conversion starts again from the beginning.
+
+    With `append`, the cells become new datasets at the end of an existing store, shuffled among themselves. The store
+    keeps its vocabulary with its medians, and its columns of ``obs``. Until the last step, the store is what it
+    was: other processes can read it meanwhile, and an append that is interrupted changes nothing.
 
     Parameters
     ----------
@@ -109,13 +116,14 @@ def convert(
         Folder of the store, e.g. ``"store.zarr"``, on a local disk.
     vocab
         A vocabulary, its file, or the name of a shipped vocabulary (see :func:`scforge.data.list_vocabs`). If None,
-        uses all genes of all sources, in order of their first appearance.
+        uses all genes of all sources, in order of their first appearance; with `append`, the vocabulary of the store.
     obs
-        Columns of ``obs`` to keep. If None, keeps all columns that every source has. Text columns become categories.
+        Columns of ``obs`` to keep. If None, keeps all columns that every source has; with `append`, the columns of the
+        store, which every source must have. Text columns become categories.
     shuffle
         Whether to put the cells into random order. If false, they stay in the order of the sources.
     seed
-        Random seed for the order.
+        Random seed for the order; with `append`, for the order of the new cells.
     memory
         Maximum memory of the process, e.g. ``"4GB"``, or a number of bytes. Python and the libraries use about 0.9 GB
         of this. With more memory, the store is split into fewer, larger datasets.
@@ -129,6 +137,8 @@ def convert(
         Minimum fraction of the genes of `vocab` in each source, see :func:`scforge.data.map_genes`.
     overwrite
         Whether to replace an existing store.
+    append
+        Whether to append the cells to an existing store.
     progress
         Whether to show a progress bar, if standard error is a terminal.
     storage_options
@@ -142,9 +152,10 @@ def convert(
     ------
     OptionError
         If `path` exists (with `overwrite`: exists and is not a store) or overlaps with a source, if another conversion
-        is writing to it, or if `memory` is too small.
+        is writing to it, if `memory` is too small, or, with `append`, if the store already contains a source, or has
+        other genes, columns or another order than the options say.
     MissingFileError
-        If a source does not exist.
+        If a source does not exist, or the store to which `append` refers.
     DataError
         If a source cannot be used, or the disk is full.
     GeneMismatchError
@@ -153,7 +164,8 @@ def convert(
     Warns
     -----
     ScforgeWarning
-        The same warnings as :func:`scforge.data.open_cells`, with the name of the source.
+        The same warnings as :func:`scforge.data.open_cells`, with the name of the source. With `append`, also if genes
+        of a source are not in the vocabulary of the store.
 
     Examples
     --------
@@ -162,12 +174,18 @@ def convert(
     >>> info.n_cells, info.counts_dtype, info.obs_columns
     (2700, 'uint16', ['cell_type'])
     """
-    target = check_target(path, overwrite)
+    target = check_target(path, overwrite, append)
     columns = listed_columns(obs)
     seed, n_bytes = check_seed(seed), parse_bytes("memory", memory)
+    end = StoreEnd.read(target) if append else None
+    if end is not None:
+        end.check_options(vocab, columns, shuffle=shuffle)
+        columns, vocab = end.info.obs_columns, end.vocab
     streams = open_streams(sources, layer=layer, modality=modality, storage_options=storage_options)
     _check_apart(target, streams)
     described = [{"name": stream.name, **stream.fingerprint()} for stream in streams]
+    if end is not None:
+        end.check_new(streams, described)
     genes = None if vocab is None else open_vocab(vocab)
     genes, maps = map_streams(streams, genes, gene_key=gene_key, min_overlap=min_overlap)
     for stream, gene_map in zip(streams, maps, strict=True):
@@ -179,7 +197,7 @@ def convert(
             gene_map.n_matched,
             genes.n_genes,
         )
-    table = join_obs(streams, columns)
+    table = join_obs(streams, columns, None if end is None else end.obs)
     size = dataset_size(n_bytes, streams, genes, table)
     with _working_folder(target) as folder, _full_disk(target):
         _check_space(folder, streams, genes.n_genes)
@@ -190,13 +208,24 @@ def convert(
             np.random.default_rng([seed, *b"store"]).shuffle(positions)
             order[positions] = np.arange(len(table))
         scattered = _Scattered(folder, order, size, genes)
-        scattered.read(streams, maps, table, progress=progress)
-        warn_empty(scattered.lengths)
-        for stream, kept, total in zip(streams, scattered.kept, scattered.sums, strict=True):
-            warn_counts_outside(kept / total, genes, source=f"{stream.name!r}: ")
+        if end is not None:
+            scattered.counts_dtype = np.dtype(end.info.counts_dtype)
         measured = np.stack([gene_map.measured for gene_map in maps])
-        warn_of_partial(scattered.sum_of_partial / sum(scattered.kept), measured)
-        datasets, genes = scattered.write(folder / "store", table, progress=progress)
+        of_all = measured if end is None else np.concatenate([end.measured, measured])
+        scattered.read(streams, maps, table, partial=of_all.any(axis=0) & ~of_all.all(axis=0), progress=progress)
+        warn_empty(scattered.lengths)
+        shares = [kept / total for kept, total in zip(scattered.kept, scattered.sums, strict=True)]
+        if end is not None:
+            end.warn_outside(streams, maps, shares)
+        else:
+            for stream, share in zip(streams, shares, strict=True):
+                warn_counts_outside(share, genes, source=f"{stream.name!r}: ")
+        kept, of_partial = sum(scattered.kept), scattered.sum_of_partial
+        if end is not None:
+            kept, of_partial = kept + end.kept, of_partial + end.kept * share_of_partial(end.of_genes, of_all)
+        warn_of_partial(of_partial / kept, of_all)
+        first = 0 if end is None else len(end.info.datasets)
+        datasets, genes = scattered.write(folder / "store", table, first=first, progress=progress)
         info = StoreInfo(
             n_cells=len(table),
             n_nonzeros=sum(dataset["n_nonzeros"] for dataset in datasets),
@@ -210,8 +239,8 @@ def convert(
             content_hash=content_hash(genes.hash, [dataset["hash"] for dataset in datasets]),
             datasets=datasets,
             sources=[
-                {**source, "overlap": gene_map.overlap, "counts_kept": kept / total}
-                for source, gene_map, kept, total in zip(described, maps, scattered.kept, scattered.sums, strict=True)
+                {**source, "overlap": gene_map.overlap, "counts_kept": share}
+                for source, gene_map, share in zip(described, maps, shares, strict=True)
             ],
             counts_kept=sum(scattered.kept) / sum(scattered.sums),
             options={
@@ -225,9 +254,16 @@ def convert(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             scforge_version=__version__,
         )
-        write_root(folder / "store", info, genes, measured, scattered.checksums)
-        check_target(path, overwrite)  # something may have been written there meanwhile
-        swap_in(folder / "store", target, overwrite=overwrite)
+        check_target(path, overwrite, append)  # something may have been written there meanwhile
+        if end is None:
+            write_root(folder / "store", info, genes, measured, scattered.checksums)
+            swap_in(folder / "store", target, overwrite=overwrite)
+            return info
+        if StoreInfo.read(target) != end.info:
+            raise OptionError("has changed since the append began; run it again.", path=str(target))
+        info = end.grown(info, sum(scattered.sums))
+        names = write_added(folder / "store", target, info, measured, scattered.checksums, first)
+        add_to_store(folder / "store", target, names)
     return info
 
 
@@ -338,14 +374,19 @@ class _Scattered:
         """Checksums of the cells of each dataset."""
 
     def read(
-        self, streams: Sequence[ChunkReader], maps: Sequence[GeneMap], table: pd.DataFrame, *, progress: bool
+        self,
+        streams: Sequence[ChunkReader],
+        maps: Sequence[GeneMap],
+        table: pd.DataFrame,
+        *,
+        partial: np.ndarray,
+        progress: bool,
     ) -> None:
-        """Write the counts of the sources to the files."""
+        """Write the counts of the sources to the files; `partial` are the genes that some source does not measure."""
         dataset_of = np.empty(len(table), dtype=np.uint32)
         for number, cells in enumerate(self.parts):
             dataset_of[cells] = number
-        measured = np.stack([gene_map.measured for gene_map in maps])
-        first, partial = 0, measured.any(axis=0) & ~measured.all(axis=0)
+        first = 0
         with _bar("Reading", len(table), progress) as bar:
             for stream, gene_map in zip(streams, maps, strict=True):
                 kept, before = 0.0, first
@@ -382,8 +423,10 @@ class _Scattered:
                 with (self.folder / f"counts_{number}").open("ab") as file:
                     file.write(counts.data[start:stop].astype(np.uint32))
 
-    def write(self, store: Path, table: pd.DataFrame, *, progress: bool) -> tuple[list[dict[str, Any]], GeneVocab]:
-        """Write the datasets, and return their metadata and the vocabulary with medians."""
+    def write(
+        self, store: Path, table: pd.DataFrame, *, first: int, progress: bool
+    ) -> tuple[list[dict[str, Any]], GeneVocab]:
+        """Write the datasets, numbered from `first`, and return their metadata and the vocabulary with medians."""
         medians = StreamingMedians(self.vocab.n_genes) if self.vocab.medians is None else None
         datasets = []
         with _bar("Writing", len(table), progress) as bar:
@@ -391,7 +434,7 @@ class _Scattered:
                 matrix = self._gathered(number, cells, medians)
                 obs = table.iloc[cells]
                 obs.insert(len(obs.columns) - 1, TOTAL, self.totals[cells])
-                _write_dataset(store / DATASET.format(number), matrix, obs, self.vocab)
+                _write_dataset(store / DATASET.format(first + number), matrix, obs, self.vocab)
                 sums = row_checksums(matrix.indptr, matrix.indices, matrix.data, self.totals[cells])
                 self.checksums.append(sums)
                 digest = dataset_hash(matrix.indptr, matrix.indices, matrix.data, obs)

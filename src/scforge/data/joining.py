@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from scforge.data.readers import ChunkReader
-from scforge.data.store import OWN_COLUMNS, SOURCE
+from scforge.data.store import OWN_COLUMNS, SOURCE, joined_categories
 from scforge.errors import DataError, OptionError, warn
 
 logger = logging.getLogger("scforge")
 
 
-def join_obs(streams: Sequence[ChunkReader], wanted: Sequence[str] | None) -> pd.DataFrame:
+@dataclass(frozen=True)
+class StoredObs:
+    """The cell table of a store, to which cells are appended.
+
+    Attributes
+    ----------
+    columns
+        A mapping from each column to an array of its type, without values: a categorical or a NumPy array.
+    sources
+        Names of the sources.
+    has
+        Function that returns whether each of some names is that of a cell in the store.
+    """
+
+    columns: Mapping[str, Any]
+    sources: Sequence[str]
+    has: Callable[[pd.Index], np.ndarray]
+
+
+def join_obs(
+    streams: Sequence[ChunkReader], wanted: Sequence[str] | None, onto: StoredObs | None = None
+) -> pd.DataFrame:
     """Concatenate the cell tables of all sources, with unique names and the source of each cell as the last column.
 
     Text columns become categorical columns with the categories of all sources.
@@ -27,11 +49,14 @@ def join_obs(streams: Sequence[ChunkReader], wanted: Sequence[str] | None) -> pd
         The sources.
     wanted
         Names of columns. If None, keeps all columns that every source has.
+    onto
+        The cell table of a store to which the cells are appended. Its categories come first, and its names and sources
+        remain unique.
 
     Raises
     ------
     DataError
-        If a source lacks a wanted column, or a column contains text in one source and numbers in another.
+        If a source lacks a wanted column, or a column contains text in one source and numbers in another, or in `onto`.
     OptionError
         If `wanted` contains a column twice, or a column that scforge adds.
     """
@@ -46,30 +71,33 @@ def join_obs(streams: Sequence[ChunkReader], wanted: Sequence[str] | None) -> pd
         tables.append({name: _plain(obs[name]) for name in own if name not in OWN_COLUMNS})
         names.append(obs.index.astype(str))
     columns: dict[str, Any] = {}
+    places = [repr(stream.name) for stream in streams]
     left_out = {name: "not in all sources" for table in tables for name in table}
     for name in tables[0]:
         if all(name in table for table in tables):
             del left_out[name]
-            parts = [table[name] for table in tables]
+            parts = [*([] if onto is None else [onto.columns[name]]), *(table[name] for table in tables)]
             kinds = [_kind(part) for part in parts]
-            if problem := _problem(name, kinds, streams):
+            if problem := _problem(name, kinds, [*([] if onto is None else ["the store"]), *places]):
                 if wanted is not None:
                     raise DataError(problem)
                 if "/" in name:
                     warn(f"a column of obs cannot be stored and is skipped: {problem}")
                 left_out[name] = problem
                 continue
-            columns[name] = _joined(parts)
+            joined = isinstance(parts[0], pd.Categorical)
+            columns[name] = joined_categories(parts) if joined else np.concatenate(parts)
     if left_out:
         logger.info("Columns of obs left out: %s.", "; ".join(f"{name} ({why})" for name, why in left_out.items()))
     sizes = [len(part) for part in names]
-    numbers = np.repeat(np.arange(len(streams)), sizes)
-    labels: list[str] = []
-    for number, stream in enumerate(streams):
+    labels = [] if onto is None else list(onto.sources)
+    numbers = np.repeat(np.arange(len(labels), len(labels) + len(streams)), sizes)
+    for number, stream in enumerate(streams, start=len(labels)):
         labels.append(f"{stream.name}-{number}" if stream.name in labels else stream.name)
     columns[SOURCE] = pd.Categorical.from_codes(numbers, categories=labels)
     rows = np.concatenate([np.arange(size) for size in sizes])
-    return pd.DataFrame(columns, index=_unique(names[0].append(names[1:]), numbers, rows))
+    taken = None if onto is None else onto.has
+    return pd.DataFrame(columns, index=_unique(names[0].append(names[1:]), numbers, rows, taken))
 
 
 def check_columns(obs: pd.DataFrame, source: str) -> None:
@@ -81,10 +109,12 @@ def check_columns(obs: pd.DataFrame, source: str) -> None:
         )
 
 
-def _unique(names: pd.Index, sources: np.ndarray, rows: np.ndarray) -> pd.Index:
-    """Return unique names: append the number of the source to duplicates, then the row if needed."""
+def _unique(
+    names: pd.Index, sources: np.ndarray, rows: np.ndarray, taken: Callable[[pd.Index], np.ndarray] | None
+) -> pd.Index:
+    """Return unique names: append the number of the source to duplicates and `taken` names, then the row if needed."""
     for step, numbers in enumerate((sources, rows)):
-        again = np.flatnonzero(names.duplicated(keep=False))
+        again = np.flatnonzero(names.duplicated(keep=False) | (False if taken is None else taken(names)))
         if not len(again):
             return names
         if step == 0:
@@ -125,25 +155,14 @@ def _kind(values: Any) -> str | None:
     return {"b": "booleans", "i": "numbers", "u": "numbers", "f": "numbers"}.get(values.dtype.kind)
 
 
-def _problem(name: str, kinds: Sequence[str | None], streams: Sequence[ChunkReader]) -> str | None:
+def _problem(name: str, kinds: Sequence[str | None], places: Sequence[str]) -> str | None:
     """Return why a column cannot be stored, as one sentence, or None if it can."""
     if "/" in name:
         return f"{name!r} contains a slash, which is not allowed in column names of a store; rename or omit the column."
-    for kind, stream in zip(kinds, streams, strict=True):
+    for kind, place in zip(kinds, places, strict=True):
         if kind is None:
-            return f"{name!r} of {stream.name!r} contains neither text nor numbers; convert or omit the column."
+            return f"{name!r} of {place} contains neither text nor numbers; convert or omit the column."
         if kind != kinds[0]:
-            types = f"{kind} in {stream.name!r} and {kinds[0]} in {streams[0].name!r}"
+            types = f"{kind} in {place} and {kinds[0]} in {places[0]}"
             return f"{name!r} contains {types}; convert the column to the same type in all sources, or omit it."
     return None
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    """Concatenate the values of all sources, with all categories in the order of their first appearance."""
-    if not isinstance(parts[0], pd.Categorical):
-        return np.concatenate(parts)
-    categories = pd.Index(list(dict.fromkeys(category for part in parts for category in part.categories)))
-    # The code -1, of a missing value, takes the last.
-    codes = [np.append(categories.get_indexer(part.categories), -1)[part.codes] for part in parts]
-    ordered = all(part.ordered and part.categories.equals(parts[0].categories) for part in parts)
-    return pd.Categorical.from_codes(np.concatenate(codes), categories, ordered=ordered)

@@ -136,12 +136,17 @@ def holds_store(folder: Path) -> bool:
         return False
 
 
-def check_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
-    """Return the absolute path of the store, which does not exist yet or may be replaced."""
+def check_target(path: str | os.PathLike[str], overwrite: bool, append: bool = False) -> Path:
+    """Return the absolute path of a store that does not exist yet, may be replaced, or to which cells are appended."""
     name = os.fspath(path)
     if is_url(name):
-        raise OptionError("is a URL; convert to a local folder, and then upload the store.", path=name)
+        problem = "append to a local copy" if append else "convert to a local folder"
+        raise OptionError(f"is a URL; {problem}, and then upload the store.", path=name)
     target = Path(name).resolve()
+    if append and overwrite:
+        raise OptionError("cannot replace a store and add to it; omit append or overwrite.", append=True)
+    if append:
+        return _check_grows(target)
     check_folder("path", target)
     if target.suffix in _FILES and not target.is_dir():
         raise OptionError("has a file extension, but a store is a folder; choose e.g. 'store.zarr'.", path=name)
@@ -156,4 +161,18 @@ def check_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
                 f"contains {listing(others)}, which scforge did not write; move it, or choose another name.",
                 path=str(target),
             )
+    return target
+
+
+def _check_grows(target: Path) -> Path:
+    """Return the absolute path of a store to which cells can be appended."""
+    how = spelled("append=True", "--append")
+    if is_unfinished(target):
+        raise DataError(f"{str(target)!r} is incomplete; run the command that creates it again, without {how}.")
+    if not target.exists():
+        raise MissingFileError(f"the store {str(target)!r} does not exist; omit {how} to create it.")
+    if not holds_store(target):
+        raise DataError(
+            f"{str(target)!r} is not a store; pass a folder that was written by scforge convert, or omit {how}."
+        )
     return target

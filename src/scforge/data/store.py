@@ -18,7 +18,6 @@ import anndata
 import numpy as np
 import pandas as pd
 import zarr
-from pandas.api.types import union_categoricals
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 from scipy import sparse
@@ -61,6 +60,10 @@ OWN_COLUMNS = (TOTAL, SOURCE)
 DATASET = "dataset_{}"
 """Name pattern of the groups that contain cells."""
 
+ADDED = "added_{}"
+"""Name pattern of the groups in the group ``"scforge"`` with the arrays of appended cells; the number is that of the
+first of their datasets."""
+
 _CHECKSUMS = "checksums"
 """Array in the group ``"scforge"`` with a checksum of each cell, see :func:`scforge.data.checks.row_checksums`. Readers
 unpack parts of a chunk without comparing the checksum of the chunk."""
@@ -68,8 +71,9 @@ unpack parts of a chunk without comparing the checksum of the chunk."""
 CHECKED = (ZstdCodec(), Crc32cCodec())
 """Codecs of all arrays of a store, except those of the counts, that compress and add a checksum."""
 
-_FORMAT = 1
-"""Format version of the attribute ``"scforge"``."""
+_FORMAT, _GROWN_FORMAT = 1, 2
+"""Format versions of the attribute ``"scforge"``. A store to which cells were appended has the second one, because
+earlier versions of scforge do not look for the checksums of appended cells."""
 
 _ENCODING = {"encoding-type": "annbatch-preshuffled", "encoding-version": "0.1.0"}
 _AGAIN = "copy the store again, or convert the data again"
@@ -116,9 +120,9 @@ class StoreInfo:
     counts_kept
         Fraction of all counts that are in vocabulary genes.
     options
-        Arguments of the conversion.
+        Arguments of the conversion; ``"appended"`` contains those of each append.
     created, scforge_version
-        Time (UTC) at which the store was written, and the version of scforge that wrote it.
+        Time (UTC) at which the store was written or last appended to, and the version of scforge that did this.
     """
 
     n_cells: PositiveInt
@@ -162,7 +166,7 @@ class StoreInfo:
             elif kind == _ENCODING["encoding-type"]:
                 problem = "is an annbatch collection from another program; convert its data with scforge convert"
             raise DataError(f"{where} {problem}.")
-        if content.get("format") != _FORMAT:
+        if content.get("format") not in (_FORMAT, _GROWN_FORMAT):
             raise DataError(f"{where} has format {content.get('format')!r} of a later scforge version; update scforge.")
         try:
             return cls(**content)
@@ -235,13 +239,26 @@ def _opened(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | N
     """Open the root group of a store, and return whether it has a checksum of each cell; those of 0.1.0 have none."""
     group: Any = open_group(path, storage_options)
     with reading(repr(os.fspath(path)), how="as a store", fix=_AGAIN):
-        group.store.is_complete = f"{STORE_KEY}/{_CHECKSUMS}" in group
+        group.store.is_complete = has_checksums(group)
     return group, group.store.is_complete
+
+
+def has_checksums(group: Any) -> bool:
+    """Return whether an open store has a checksum of each cell."""
+    return f"{STORE_KEY}/{_CHECKSUMS}" in group
 
 
 def read_measured(group: Any) -> np.ndarray:
     """Return a mask of the vocabulary genes in each source, bool, shape (n_sources, n_genes)."""
-    return _part(group, "measured").astype(bool)
+    return _parts(group, "measured").astype(bool)
+
+
+def _parts(group: Any, name: str) -> np.ndarray:
+    """Return an array of the group ``"scforge"``, followed by the same array of all appended cells."""
+    with reading(f"the store {str(group.store_path)!r}", fix=_AGAIN):
+        matches = [re.fullmatch(ADDED.format(r"(\d+)"), key) for key in group[STORE_KEY].group_keys()]
+    added = [ADDED.format(number) for number in sorted(int(match[1]) for match in matches if match)]
+    return np.concatenate([_part(group, name), *(_part(group, f"{key}/{name}") for key in added)])
 
 
 def _part(group: Any, name: str) -> np.ndarray:
@@ -255,24 +272,53 @@ def write_root(
 ) -> None:
     """Write the metadata of a store and the checksums of the cells of each dataset, and consolidate the metadata."""
     root = zarr.open_group(folder, mode="a", zarr_format=3)
-    part = root.create_group(STORE_KEY, overwrite=True)
-    parts = {
-        "vocab": np.frombuffer(vocab.to_json().encode(), dtype=np.uint8),
-        "measured": measured,
-        _CHECKSUMS: np.concatenate(checksums),
-    }
-    with zarr.config.set({"array.write_empty_chunks": True}):
-        for name, values in parts.items():
-            part.create_array(name, data=values, compressors=CHECKED)
+    vocab_json = np.frombuffer(vocab.to_json().encode(), dtype=np.uint8)
+    _write_arrays(root, STORE_KEY, {"vocab": vocab_json, "measured": measured, _CHECKSUMS: np.concatenate(checksums)})
     # A collection of annbatch as well.
     root.attrs.put({**_ENCODING, STORE_KEY: {"format": _FORMAT, **asdict(info)}})
+    _consolidate(root)
+    _write_signed(folder, json.loads((folder / "zarr.json").read_text(encoding="utf-8")))
+
+
+def write_added(
+    folder: Path, store: Path, info: StoreInfo, measured: np.ndarray, checksums: Sequence[np.ndarray], first: int
+) -> list[str]:
+    """Write the arrays of appended cells, and the zarr.json that `store` will have; return the names of the new groups.
+
+    `folder` contains the new datasets, the first of which has the number `first`. `measured` and `checksums` are those
+    of the new sources and cells.
+    """
+    root = zarr.open_group(folder, mode="a", zarr_format=3)
+    added = f"{STORE_KEY}/{ADDED.format(first)}"
+    _write_arrays(root, added, {"measured": measured, _CHECKSUMS: np.concatenate(checksums)})
+    _consolidate(root[added])  # by which a later append recognizes what a killed one has left
+    _consolidate(root)
+    document, new = (json.loads((place / "zarr.json").read_text(encoding="utf-8")) for place in (store, folder))
+    nodes = new["consolidated_metadata"]["metadata"]
+    del nodes[STORE_KEY]  # the group of the store, not that of its new part
+    document["consolidated_metadata"]["metadata"] |= nodes
+    document["attributes"][STORE_KEY] = {"format": _GROWN_FORMAT, **asdict(info)}
+    _write_signed(folder, document)
+    return [*(DATASET.format(number) for number in range(first, len(info.datasets))), added]
+
+
+def _write_arrays(root: Any, group: str, arrays: Mapping[str, np.ndarray]) -> None:
+    part = root.create_group(group, overwrite=True)
+    with zarr.config.set({"array.write_empty_chunks": True}):
+        for name, values in arrays.items():
+            part.create_array(name, data=values, compressors=CHECKED)
+
+
+def _consolidate(group: Any) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
-        zarr.consolidate_metadata(root.store)
-    file = folder / "zarr.json"
-    document = json.loads(file.read_text(encoding="utf-8"))
+        zarr.consolidate_metadata(group.store, path=group.path)
+
+
+def _write_signed(folder: Path, document: dict[str, Any]) -> None:
+    """Write the zarr.json of a store with a checksum of its content."""
     document["attributes"][CHECKSUM] = metadata_checksum(document)
-    file.write_text(json.dumps(document, indent=2), encoding="utf-8")
+    (folder / "zarr.json").write_text(json.dumps(document, indent=2), encoding="utf-8")
 
 
 def dataset_hash(indptr: Any, indices: Any, data: Any, obs: pd.DataFrame) -> str:
@@ -297,6 +343,18 @@ def dataset_hash(indptr: Any, indices: Any, data: Any, obs: pd.DataFrame) -> str
 def content_hash(vocab_hash: str, datasets: Iterable[str]) -> str:
     """Return the SHA-256 hash of a store, given the hashes of its vocabulary and its datasets."""
     return hashlib.sha256("".join([vocab_hash, *datasets]).encode()).hexdigest()
+
+
+def joined_categories(parts: Sequence[pd.Categorical]) -> pd.Categorical:
+    """Concatenate categorical columns, with all categories in the order of their first appearance."""
+    first = parts[0].categories
+    if all(part.categories.equals(first) and part.ordered == parts[0].ordered for part in parts):
+        codes = np.concatenate([part.codes for part in parts])
+        return pd.Categorical.from_codes(codes, first, ordered=parts[0].ordered)
+    categories = pd.Index(list(dict.fromkeys(category for part in parts for category in part.categories)))
+    # The code -1, of a missing value, takes the last.
+    codes = [np.append(categories.get_indexer(part.categories), -1)[part.codes] for part in parts]
+    return pd.Categorical.from_codes(np.concatenate(codes), categories)
 
 
 class _Store:
@@ -330,10 +388,10 @@ class _Store:
         self.place = os.fspath(path)
         if not is_url(path) and not Path(path, "zarr.json").is_file():
             StoreInfo.read(path)  # raises an error that describes the folder
-        group, has_checksums = _opened(path, storage_options)
+        group, is_checked = _opened(path, storage_options)
         self.is_own = STORE_KEY in group.attrs or group.attrs.get("encoding-type") != _ENCODING["encoding-type"]
         info = StoreInfo._of(group.attrs, repr(self.place)) if self.is_own else None
-        self.checksums = _part(group, _CHECKSUMS) if has_checksums and info is not None else None
+        self.checksums = _parts(group, _CHECKSUMS) if is_checked and info is not None else None
         self._datasets = self._found_datasets(group)
         self._matrices, lengths = zip(*map(self._matrix, self._datasets), strict=True)
         self.lengths = np.concatenate(lengths)
@@ -441,7 +499,7 @@ class _Store:
                 )
             parts = [self._read(dataset, "obs", column) for dataset in self._datasets]
             if all(isinstance(part, pd.Categorical) for part in parts):
-                table[column] = union_categoricals(parts, ignore_order=True) if len(parts) > 1 else parts[0]
+                table[column] = joined_categories(parts)
             else:
                 table[column] = pd.concat([pd.Series(part) for part in parts], ignore_index=True)
         return pd.DataFrame(table, index=pd.RangeIndex(len(self)))
@@ -782,7 +840,11 @@ class StoreInspection:
 
     def __str__(self) -> str:
         info = self.info
-        options = ", ".join(f"{name}={value!r}" for name, value in info.options.items() if value is not None)
+        appended = info.options.get("appended", [])
+        options = [
+            _options(info.options),
+            *(f"appended {part['n_cells']:,} cells: {_options(part)}" for part in appended),
+        ]
         rows = {
             "store": f"{self.path} ({self.n_bytes / 1e9:,.3f} GB, {self.n_bytes / info.n_cells / 1e3:,.2f} kB a cell)",
             "cells x genes": f"{info.n_cells:,} x {info.n_genes:,}",
@@ -793,7 +855,7 @@ class StoreInspection:
             "vocabulary": self.vocab,
             "counts kept": f"{info.counts_kept:.1%}",
             "written": f"{info.created} by scforge {info.scforge_version}",
-            "options": options,
+            "options": "; ".join(options),
             "content hash": f"{info.content_hash} ({'verified' if self.verified else '--verify checks it'})",
             "checksums": _COMPLETE if self.checksums else _INCOMPLETE,
         }
@@ -843,21 +905,28 @@ def inspect_store(
     """
     name = os.fspath(path)
     info = StoreInfo.read(path, storage_options)
-    group, has_checksums = _opened(path, storage_options)
+    group, is_checked = _opened(path, storage_options)
     with reading(f"the store {name!r}", fix=_AGAIN):
         if verify:
             _verify(group, info, name)
         system, root = file_system(name, storage_options)
+        last = DATASET.format(len(info.datasets) - 1)
         return StoreInspection(
             path=redacted(name),
             info=info,
             vocab=repr(read_vocab(group)),
-            columns={column: _described(group[DATASET.format(0)]["obs"][column]) for column in info.obs_columns},
+            # Of appended cells, the last dataset has all categories.
+            columns={column: _described(group[last]["obs"][column]) for column in info.obs_columns},
             n_bytes=int(system.du(root)),
             sources={source["name"]: _state(source) for source in info.sources},
             verified=verify,
-            checksums=has_checksums and CHECKSUM in group.attrs,
+            checksums=is_checked and CHECKSUM in group.attrs,
         )
+
+
+def _options(options: Mapping[str, Any]) -> str:
+    shown = {name: value for name, value in options.items() if name not in ("appended", "n_cells")}
+    return ", ".join(f"{name}={value!r}" for name, value in shown.items() if value is not None)
 
 
 def _described(column: Any) -> str:
