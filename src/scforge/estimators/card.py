@@ -100,8 +100,12 @@ def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tup
         raise OptionError(f"{prefix} is of type {what!r}; pass the table returned by evaluate().")
     tables = {"": metrics}
     if is_long(metrics):
-        lines = metrics.assign(benchmark=metrics["benchmark"].fillna(""))
-        tables = {str(name): _wide(part) for name, part in lines.groupby("benchmark", sort=False)}
+        tables = {}
+        for name, lines in metrics.assign(benchmark=metrics["benchmark"].fillna("")).groupby("benchmark", sort=False):
+            table = lines.pivot_table(index="method", columns="metric", values="value", aggfunc="first", sort=False)
+            models = list(lines.loc[lines["kind"].isin(["model", "supervised"]), "method"].unique())
+            # A single model is the one of the card.
+            tables[str(name)] = table.rename(index={models[0]: _MODEL}) if len(models) == 1 else table
     scores: list[Score] = []
     for benchmark, table in tables.items():
         names = [str(name) for name in table.index]
@@ -118,13 +122,6 @@ def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tup
                 known = {name: figure for name, figure in beside.items() if math.isfinite(figure)}
                 scores.append(Score(benchmark, str(metric), value, known, None if data is None else str(data)))
     return text or "\n\n".join(map(_markdown, tables.values())), tuple(scores)
-
-
-def _wide(lines: pd.DataFrame) -> pd.DataFrame:
-    """Return a table with one row per method; if there is only one model, it is named ``"scforge"``."""
-    table = lines.pivot_table(index="method", columns="metric", values="value", aggfunc="first", sort=False)
-    models = list(lines.loc[lines["kind"].isin(["model", "supervised"]), "method"].unique())
-    return table.rename(index={models[0]: _MODEL}) if len(models) == 1 else table
 
 
 def _markdown(table: pd.DataFrame) -> str:

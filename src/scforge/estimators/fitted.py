@@ -13,30 +13,38 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import pandas as pd
 import torch
+from safetensors.torch import save_file
 
 from scforge._checks import check_share
 from scforge._columns import texts_of
 from scforge._constants import OBSM_KEY, QUERY_KEY
+from scforge._io import atomic_folder, sha256_of
 from scforge._version import __version__
 from scforge.data.cells import Cells, CellSource, choose_chunks
+from scforge.data.readers import write_h5ad
 from scforge.errors import DataError, NotTrainedWarning, OptionError, TrainingError, suggest, warn
 from scforge.estimators.card import CardFacts, Origin, in_epochs, model_card, shown
 from scforge.estimators.serialize import (
+    ADATA,
     BASE,
+    CONFIG,
     CORRECTION,
     LABELED,
     LANDMARKS,
+    VOCAB,
+    WEIGHTS,
     StoredModel,
     load_weights,
     part_of,
-    write_folder,
+    sealed,
 )
 from scforge.estimators.spec import ModelSpec, defaults_for
 from scforge.finetuning.base import TASKS, Predictor, Task
 from scforge.finetuning.held_out import CellFingerprints, HeldOutRegistry, fingerprints
 from scforge.finetuning.mapping import FineTunedModule, QueryMapping, fit_mapping
 from scforge.finetuning.new_cells import LabeledCells, NewCells
-from scforge.hub.finding import origin_of
+from scforge.finetuning.reference import write_reference
+from scforge.hub.finding import REFERENCE, origin_of
 from scforge.models._utils import count_parameters, undrawn
 from scforge.models.components.gene_vectors import check_filled
 from scforge.models.registry import MODELS
@@ -46,6 +54,7 @@ from scforge.training.objectives.base import OBJECTIVES, Objective
 from scforge.training.predict import embed
 
 if TYPE_CHECKING:
+    from anndata import AnnData
     from torch import nn
 
     from scforge.finetuning.splits import Split
@@ -422,19 +431,6 @@ class FittedModel:
         """Return the location of the model with `folder` as its folder."""
         return replace(self.current_origin or Origin(), folder=Path(folder).resolve(), n_epochs=self.n_epochs)
 
-    def base_origin(self, folder: Path) -> dict[str, Any] | None:
-        """Return the location of the base model for adapters in `folder`, or None if it has no location.
-
-        If the base model has no name on a hub, its location is a relative path, so both folders can be moved together.
-        """
-        named, base = self.card_facts.base, None if self.base is None else self.base.current_origin
-        if named is not None:
-            return named.to_json()
-        if base is None or base.folder is None:
-            return None
-        way = os.path.relpath(base.folder, folder.resolve())
-        return Origin(f"./{Path(way).as_posix()}").to_json()
-
     @property
     def card_facts(self) -> CardFacts:
         """The facts for the card of the current model, including facts about its base model."""
@@ -507,9 +503,35 @@ class FittedModel:
         }
 
     def write(
-        self, folder: str | os.PathLike[str], *, weights: _Tensors | None = None, card: str | None = None, **parts: Any
+        self,
+        path: str | os.PathLike[str],
+        *,
+        weights: _Tensors | None = None,
+        card: str | None = None,
+        reference: CellSource | None = None,
+        adata: AnnData | None = None,
+        extra: Callable[[Path], None] | None = None,
+        overwrite: bool = True,
     ) -> None:
-        """Write a folder with these `parts` (:func:`write_folder`), else the own weights and a generated card."""
+        """Write a model folder completely or not at all.
+
+        Parameters
+        ----------
+        path
+            Folder to create.
+        weights
+            The weights. If None, uses those of the model.
+        card
+            Text of ``README.md``. If None, it is generated.
+        reference
+            Labeled cells, written into the folder if given.
+        adata
+            Cells, written into the folder if given.
+        extra
+            A function that writes more files into the folder.
+        overwrite
+            Whether to replace a model in an existing folder.
+        """
         weights = self.tensors() if weights is None else weights
         for name, _ in self.module.named_parameters():
             if name in weights and not weights[name].isfinite().all():  # loading would refuse it
@@ -517,9 +539,24 @@ class FittedModel:
                     f"the model has NaN or infinite weights in {name!r} and is not saved; train it again with a lower "
                     "lr, or load an earlier checkpoint."
                 )
-        card = self.card(reference=parts.get("reference")) if card is None else card
-        parts = {"overwrite": True, "seen": self.seen, **parts}
-        write_folder(folder, weights, vocab=self.spec.vocab, content=self.content(), card=card, **parts)
+        card = self.card(reference=reference) if card is None else card
+        content = self.content()
+        with atomic_folder(path, overwrite=overwrite) as folder:
+            tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+            save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+            self.spec.vocab.save(folder / VOCAB)
+            (folder / "README.md").write_text(card, encoding="utf-8")
+            if self.seen is not None:
+                self.seen.save(folder)
+            if adata is not None:
+                write_h5ad(folder / ADATA, adata)
+            if reference is not None:
+                write_reference(reference, folder)
+            names = (WEIGHTS, VOCAB, ADATA, REFERENCE)
+            sums = {name: sha256_of(folder / name) for name in names if (folder / name).exists()}
+            (folder / CONFIG).write_text(sealed({**content, "sha256": sums}), encoding="utf-8")
+            if extra is not None:
+                extra(folder)
 
 
 def changed_options(

@@ -87,10 +87,10 @@ type _Found = tuple[Path, dict[str, Any], StoredModel]
 """The folder of a checkpoint, its training state, and the content of its model."""
 
 
-def train_options(
-    given: Mapping[str, Any], options: Mapping[str, Any], plan_kwargs: Mapping[str, Any] | None
-) -> TrainOptions:
-    """Return the options of a training run, from the arguments of ``Encoder.train`` and additional options."""
+def train(
+    model: Model, given: Mapping[str, Any], options: Mapping[str, Any], plan_kwargs: Mapping[str, Any] | None
+) -> None:
+    """Train a model with the arguments of :meth:`scforge.models.Encoder.train` and additional options."""
     further = dict(options)
     if "enable_progress_bar" in further:  # as scvi-tools and its autotune call it
         given = {**given, "progress_bar": further.pop("enable_progress_bar")}
@@ -104,11 +104,7 @@ def train_options(
     own = TrainOptions.names()
     of_trainer = set(inspect.signature(lightning.Trainer).parameters) - set(_OF_OTHERS) - set(own)
     check_options("training option", "train", sorted(further.keys() - of_trainer), own, _OF_OTHERS)
-    return TrainOptions.from_arguments({**given, **further})
-
-
-def train(model: Model, how: TrainOptions) -> None:
-    """Train a model, see :meth:`scforge.models.Encoder.train`."""
+    how = TrainOptions.from_arguments({**given, **further})
     fitted = model.fitted
     check_filled(fitted.module)
     objective = fitted.spec.build_objective()  # learns of the cells, unlike that of the model, and is dropped
@@ -130,11 +126,25 @@ def train(model: Model, how: TrainOptions) -> None:
 def training_data(model: Model, objective: Objective, how: TrainOptions) -> CellDataModule:
     """Return the data module to train on, bound to the tokenizer and objective of the model."""
     fitted, own, given = model.fitted, model.datamodule, how.datamodule
-    options = {name: getattr(how, name) for name in _OF_DATAMODULE}
+    options: dict[str, Any] = {name: getattr(how, name) for name in _OF_DATAMODULE}
     options = {name: value for name, value in options.items() if value not in (None, _AUTO)}
     data = own if given is None else given
     if data is None:
-        data = _own_data(model, options)
+        if model.adata is None:
+            raise OptionError("the model was loaded without adata; pass adata to Encoder.load, or datamodule to train.")
+        cells = model.open_cells(model.adata)
+        columns: dict[str, Any] = {key: fitted.setup.get(key) for key in ("batch_key", "labels_key")}
+        if fitted.spec.tuning is not None:  # split as in its fine-tuning
+            if "validation_size" in options:
+                problem = "was set by finetune and cannot be changed; omit validation_size."
+                raise OptionError(problem, argument="validation_size")
+            if (split := fitted.split_of(cells)) is None:
+                raise DataError(
+                    "the cells are not exactly the cells used for fine-tuning; call finetune(adata=...) to fine-tune "
+                    "on these cells."
+                )
+            columns |= {"train_rows": split.train, "validation_rows": split.validation}
+        data = CellDataModule(cells, seed=fitted.seed, **columns, **options)
     elif options and model.query_cells is not None and "validation_size" not in options:
         options |= {"train_rows": data.train_rows, "validation_rows": data.validation_rows}
         data = CellDataModule(data.cells, seed=fitted.seed, **options)
@@ -157,27 +167,6 @@ def training_data(model: Model, objective: Objective, how: TrainOptions) -> Cell
     objective.learn_from(fitted.module)
     data.bind(fitted.tokenizer, objective, first_epoch=fitted.n_epochs, cells=model.open_cells(data.cells))
     return data
-
-
-def _own_data(model: Model, options: dict[str, Any]) -> CellDataModule:
-    """Return a data module with the cells of the AnnData of a model, split as in its fine-tuning, if any."""
-    if model.adata is None:
-        raise OptionError("the model was loaded without adata; pass adata to Encoder.load, or datamodule to train.")
-    fitted, cells = model.fitted, model.open_cells(model.adata)
-    columns: dict[str, Any] = {key: fitted.setup.get(key) for key in ("batch_key", "labels_key")}
-    if fitted.spec.tuning is not None:
-        if "validation_size" in options:
-            raise OptionError(
-                "was set by finetune and cannot be changed; omit validation_size.", argument="validation_size"
-            )
-        split = fitted.split_of(cells)
-        if split is None:
-            raise DataError(
-                "the cells are not exactly the cells used for fine-tuning; call finetune(adata=...) to fine-tune on "
-                "these cells."
-            )
-        columns |= {"train_rows": split.train, "validation_rows": split.validation}
-    return CellDataModule(cells, seed=fitted.seed, **columns, **options)
 
 
 def calibrate(model: FittedModel, data: CellDataModule, *, after_failure: bool = False) -> None:
