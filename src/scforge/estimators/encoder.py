@@ -25,6 +25,7 @@ from scvi import REGISTRY_KEYS
 from scvi.data import AnnDataManager
 from scvi.data._constants import _MANAGER_UUID_KEY, _SCVI_UUID_KEY
 from scvi.model.base import BaseModelClass
+from scvi.model.base._base_model import BaseModelMetaClass
 from torch import nn
 
 from scforge._checks import check_choice, check_count, check_key, check_known, check_seed
@@ -53,7 +54,6 @@ from scforge.estimators.genes import (
     predicting,
     untrained_embedder,
 )
-from scforge.estimators.hints import OF_POSTERIOR, OF_SCVI, Absent, Front
 from scforge.estimators.hub import load_foreign, load_found, push_model
 from scforge.estimators.serialize import read_folder
 from scforge.estimators.setup import (
@@ -104,6 +104,48 @@ if TYPE_CHECKING:
 _MAX_OPENED = 2
 """Maximum number of AnnData objects whose cells a model keeps open, including the training data."""
 
+_OF_SCVI = {
+    **dict.fromkeys(
+        ("categorical_covariate_keys", "continuous_covariate_keys"),
+        "scforge does not support covariates, so use batch_key",
+    ),
+    "size_factor_key": "scforge uses the sum of the counts of a cell as its size factor, so omit size_factor_key",
+    "unlabeled_category": "mark cells without a label by NaN in the labels_key column, and omit unlabeled_category",
+    "use_raw": "pass the layer with raw counts as layer, or adata.raw.to_adata() as adata",
+}
+"""A mapping from arguments of scvi-tools' and scanpy's functions to advice for ``setup_anndata``."""
+
+_OF_POSTERIOR = {
+    "return_dist": "an embedding of this class has no variances, so omit return_dist, or use scforge.models.ScDiVa",
+    **dict.fromkeys(("give_mean", "mc_samples"), "the embedding is always a mean, so omit it"),
+    "use_raw": "counts are read from the place that setup_anndata registered, so pass adata.raw.to_adata() as adata",
+}
+"""A mapping from arguments of scvi-tools' and scanpy's functions to advice for ``get_latent_representation``."""
+
+
+class _Absent:
+    """A scvi-tools attribute that a model class does not have; accessing it raises an error with advice."""
+
+    def __init__(self, instead: str) -> None:
+        self._instead = instead
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, model: object, owner: type) -> Any:
+        raise AttributeError(f"{owner.__name__} has no {self._name}; {self._instead}.")
+
+
+class _Front(BaseModelMetaClass):
+    """Metaclass whose ``dir`` omits attributes that only scvi-tools supports."""
+
+    def __dir__(cls) -> list[str]:
+        return [name for name in super().__dir__() if not cls.lacks(name)]
+
+    def lacks(cls, name: str) -> bool:
+        """Return whether only scvi-tools supports an attribute."""
+        return isinstance(inspect.getattr_static(cls, name, None), _Absent)
+
 
 class _Held[T]:
     """An attribute of the fitted model; what scvi-tools assigns before there is one is dropped."""
@@ -134,7 +176,7 @@ def positions(indices: Sequence[int] | np.ndarray, n_cells: int) -> np.ndarray:
     return found.astype(np.int64)
 
 
-class Encoder(BaseModelClass, metaclass=Front):
+class Encoder(BaseModelClass, metaclass=_Front):
     """Train an architecture on single cells and embed cells with it.
 
     Parameters
@@ -200,31 +242,31 @@ class Encoder(BaseModelClass, metaclass=Front):
     reference_cells: CellSource | None = None  # labeled training cells that were saved with the model
     _base_model: Encoder | None = None
 
-    trainer = Absent("use model.history for the training metrics, and callbacks=[...] to access Lightning's Trainer")
-    prepare_query_anndata = Absent("genes are matched by name, so call load_query_data(query, reference) directly")
-    get_normalized_expression = Absent("use scforge.models.ScDiVa, which decodes expression")
-    differential_abundance = Absent(
+    trainer = _Absent("use model.history for the training metrics, and callbacks=[...] to access Lightning's Trainer")
+    prepare_query_anndata = _Absent("genes are matched by name, so call load_query_data(query, reference) directly")
+    get_normalized_expression = _Absent("use scforge.models.ScDiVa, which decodes expression")
+    differential_abundance = _Absent(
         "embed the cells with scforge, and compute differential abundance with another package"
     )
-    differential_expression = Absent(
+    differential_expression = _Absent(
         "label the cells with scforge, and compare their counts with scanpy.tl.rank_genes_groups, or per donor with a "
         "package for pseudobulks"
     )
-    posterior_predictive_sample = Absent(
+    posterior_predictive_sample = _Absent(
         "scforge models do not define the count likelihood that scvi.criticism requires"
     )
     get_elbo, get_marginal_ll, get_reconstruction_error = (
-        Absent("scforge models do not define the count likelihood that it requires; use model.history for the losses")
+        _Absent("scforge models do not define the count likelihood that it requires; use model.history for the losses")
         for _ in range(3)
     )
-    convert_legacy_save = Absent(
+    convert_legacy_save = _Absent(
         "scvi-tools stores such folders as pickles, which can run code and are never opened; save the model with "
         "model.save"
     )
-    setup_annbatch = Absent(
+    setup_annbatch = _Absent(
         "convert the files with scforge.data.convert, and pass scforge.training.CellDataModule(store) as datamodule"
     )
-    minify_adata = Absent(
+    minify_adata = _Absent(
         "call scforge.workflows.embed_to(model, adata, output, counts=False) for a file without genes and counts"
     )
 
@@ -398,7 +440,7 @@ class Encoder(BaseModelClass, metaclass=Front):
         setup_method_args = cls._get_setup_method_args(**locals())
         if kwargs.get("source_registry") is None:
             known = [*inspect.signature(Encoder.setup_anndata).parameters][1:-1]
-            check_options("argument", "setup_anndata", kwargs.keys() - {"source_registry"}, known, OF_SCVI)
+            check_options("argument", "setup_anndata", kwargs.keys() - {"source_registry"}, known, _OF_SCVI)
         check_adata(adata)
         if adata.is_view:
             raise DataError("is a view of another AnnData; copy it first with adata = adata.copy().", argument="adata")
@@ -846,7 +888,7 @@ class Encoder(BaseModelClass, metaclass=Front):
         """
         check_key("key_added", key_added)
         known = ("adata", "key_added", "batch_size", "indices", "correction")
-        check_options("argument", "get_latent_representation", of_others, known, OF_POSTERIOR)
+        check_options("argument", "get_latent_representation", of_others, known, _OF_POSTERIOR)
         source, cells = ready_cells(self, adata, "its embedding is")
         fitted = self.fitted
         rows = None if indices is None else positions(indices, len(cells))

@@ -48,7 +48,7 @@ from scforge.hub.finding import REFERENCE, origin_of
 from scforge.models._utils import count_parameters, undrawn
 from scforge.models.components.gene_vectors import check_filled
 from scforge.models.registry import MODELS
-from scforge.tokenizers.base import TOKENIZERS
+from scforge.tokenizers.base import TOKENIZERS, get_tokenizer
 from scforge.training.correction import N_CELLS, BatchCorrection
 from scforge.training.objectives.base import OBJECTIVES, Objective
 from scforge.training.predict import embed
@@ -139,7 +139,8 @@ class FittedModel:
         draws: bool = True,
     ) -> None:
         self.spec, self.seed, self.front, self.setup = spec, seed, "Encoder", setup or {}
-        self.tokenizer, self.objective = spec.build_tokenizer(), spec.build_objective()
+        self.tokenizer = get_tokenizer(spec.tokenizer, spec.vocab, **spec.tokenizer_options)
+        self.objective = spec.build_objective()
         with nullcontext() if draws else undrawn(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed CUDA devices too
             self.module: nn.Module = spec.build_module(gene_vectors).eval()

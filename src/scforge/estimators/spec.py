@@ -426,17 +426,13 @@ class ModelSpec:
     def build_untrained(self) -> tuple[nn.Module, Tokenizer]:
         """Create the pretraining module with random weights, and the tokenizer."""
         spec = replace(self, tuning=None)
-        tokenizer = spec.build_tokenizer()
+        tokenizer = get_tokenizer(spec.tokenizer, spec.vocab, **spec.tokenizer_options)
         vectors = tokenizer.gene_vectors()
         if vectors is None and spec.model_options.get("gene_vectors") is not None:
             raise OptionError("only the trained gene vectors of this model are saved, not the initial ones.")
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             return spec.build_module(vectors).eval(), tokenizer
-
-    def build_tokenizer(self) -> Tokenizer:
-        """Create the tokenizer."""
-        return get_tokenizer(self.tokenizer, self.vocab, **self.tokenizer_options)
 
     def build_objective(self) -> Objective:
         """Create the objective, or the task of a fine-tuned model."""
