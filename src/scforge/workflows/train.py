@@ -308,6 +308,15 @@ def train_arguments(config: Config) -> dict[str, Any]:
         names = ["csv"] if output.loggers is None else output.loggers
         options = {name: getattr(output, name) for name in ("project", "run_name", "wandb_mode")}
         loggers = make_loggers(names, output.log_dir, **options)
+    callbacks: list[Callback] = []
+    if config.eval.benchmarks:
+        from scforge.eval.callback import BenchmarkCallback
+
+        check_benchmarks(config)
+        options = {name: getattr(config.eval, name) for name in ("every_n_epochs", "datasets")}
+        options |= {name: getattr(config.data, name) for name in ("labels_key", "batch_key")}
+        with placed(config, "eval.benchmarks"):
+            callbacks.append(BenchmarkCallback(config.eval.benchmarks, **options))
     return arguments | {
         "optimizer": training.optimizer.name,
         "lr": training.optimizer.lr,
@@ -315,7 +324,7 @@ def train_arguments(config: Config) -> dict[str, Any]:
         "schedule": training.scheduler.name,
         "warmup_steps": training.scheduler.warmup_steps,
         "logger": loggers,
-        "callbacks": _benchmark_callbacks(config),
+        "callbacks": callbacks,
     }
 
 
@@ -339,20 +348,6 @@ def _model(source: AnnData | Cells, config: Config) -> tuple[Encoder, CellDataMo
             return model, make_datamodule(model.open_cells(), config)
         module = make_datamodule(source, config)
         return front(None, *parts, datamodule=module, **options), module
-
-
-def _benchmark_callbacks(config: Config) -> list[Callback]:
-    """Return a list with the callback that runs the benchmarks of a configuration, or an empty list."""
-    section = config.eval
-    if not section.benchmarks:
-        return []
-    from scforge.eval.callback import BenchmarkCallback
-
-    check_benchmarks(config)
-    keys = {"labels_key": config.data.labels_key, "batch_key": config.data.batch_key}
-    with placed(config, "eval.benchmarks"):
-        options: dict[str, Any] = {"every_n_epochs": section.every_n_epochs, "datasets": section.datasets, **keys}
-        return [BenchmarkCallback(section.benchmarks, **options)]
 
 
 def write(path: str | os.PathLike[str], content: AnnData | pd.DataFrame, *, overwrite: bool) -> None:
