@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +164,7 @@ def training_data(model: Model, objective: Objective, how: TrainOptions) -> Cell
                 argument="datamodule",
             )
         if isinstance(objective, Task) and objective.learns_labels:
-            fitted.seen = fitted.seen.with_learned(marks.take(learned))
+            fitted.seen = replace(fitted.seen, learned=fitted.seen.learned.union(marks.take(learned)))
     objective.learn_from(fitted.module)
     data.bind(fitted.tokenizer, objective, first_epoch=fitted.n_epochs, cells=model.open_cells(data.cells))
     return data

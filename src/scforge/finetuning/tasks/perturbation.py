@@ -650,11 +650,19 @@ class Perturbation(Task):
         spread = features.std(axis=0)
         # In units of their spread: the penalty of the linear model is for features of that size.
         features = np.divide(features, spread, out=np.zeros_like(features), where=spread > 0)
+        of_contexts: dict[str, np.ndarray] = {}
+        if self.context_key is not None:
+            # Components of the mean control embedding of each context, from the model before fine-tuning.
+            predictor = context.predictor if context.base is None else context.base
+            means = np.array([predictor.embedding(rows).mean(axis=0) for rows in inputs.values()], dtype=np.float64)
+            left, values, _ = np.linalg.svd(means - means.mean(axis=0), full_matrices=False)
+            scores = (left * values)[:, :N_COMPONENTS]
+            of_contexts = dict(zip(inputs, scores / max(float(scores.std()), 1e-12), strict=True))
         wanted = WantedEffects(
             effects,
             genes={target: columns[index] for target, index in indices.items() if index in columns},
             gene_features={target: features[index] for target, index in indices.items() if index >= 0},
-            context_features=_context_features(context, inputs) if self.context_key is not None else {},
+            context_features=of_contexts,
         )
         predicted = {}
         for name, deltas in baseline_effects(train_effects, wanted, fitted=context.baselines).items():
@@ -798,13 +806,3 @@ def _measured_genes(predictor: Predictor) -> np.ndarray:
     cells = predictor.cells
     assert cells.vocab is not None
     return np.ones(cells.vocab.n_genes, dtype=bool) if cells.measured is None else cells.measured
-
-
-def _context_features(context: EvaluationContext, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return components of the mean control embedding of each context, from the model before fine-tuning."""
-    predictor = context.predictor if context.base is None else context.base
-    means = np.array([predictor.embedding(rows).mean(axis=0) for rows in inputs.values()], dtype=np.float64)
-    left, values, _ = np.linalg.svd(means - means.mean(axis=0), full_matrices=False)
-    scores = (left * values)[:, :N_COMPONENTS]
-    scale = max(float(scores.std()), 1e-12)
-    return dict(zip(inputs, scores / scale, strict=True))
