@@ -18,12 +18,13 @@ from safetensors.torch import save_file
 from scforge._checks import check_share
 from scforge._columns import texts_of
 from scforge._constants import OBSM_KEY, QUERY_KEY
-from scforge._io import atomic_folder, sha256_of
+from scforge._io import atomic_folder, marked, sha256_of
+from scforge._text import code, markdown
 from scforge._version import __version__
 from scforge.data.cells import Cells, CellSource, choose_chunks
 from scforge.data.readers import write_h5ad
 from scforge.errors import DataError, NotTrainedWarning, OptionError, TrainingError, suggest, warn
-from scforge.estimators.card import CardFacts, Origin, in_epochs, model_card, shown
+from scforge.estimators.card import TEMPLATE, CardFacts, Origin, card_data, in_epochs, shown
 from scforge.estimators.serialize import (
     ADATA,
     BASE,
@@ -457,17 +458,42 @@ class FittedModel:
         reference
             Labeled cells in the folder.
         """
-        return model_card(
-            self.spec,
-            n_epochs=self.n_epochs,
-            is_trained=bool(self.is_trained),
-            parameters=count_parameters(self.module, trainable_only=is_adapter),
-            last_figures={key: frame[key].iloc[-1] for key, frame in self.history.items() if len(frame)},
-            facts=self.card_facts,
+        from huggingface_hub import ModelCard
+
+        spec, facts, n_epochs, is_trained = self.spec, self.card_facts, self.n_epochs, bool(self.is_trained)
+        tuning, base = spec.tuning, facts.base
+        before = n_epochs if tuning is None else tuning.base.get("n_epochs", 0)
+        trained = (
+            f"{in_epochs(before)} of the objective {code(spec.objective)} on the architecture {code(spec.architecture)}"
+        )
+        if facts.checkpoint is not None or (tuning is None and is_trained and not n_epochs):
+            source = markdown((facts.checkpoint or "by an unknown author").replace("`", ""))
+            trained = f"Trained elsewhere ({source})" + (f", then {trained}" if before else "")
+        if tuning is not None:
+            lora = "" if tuning.lora is None else f", with low-rank adapters (r={tuning.lora['r']})"
+            revision = f" at {code(base.revision)}" if base is not None and base.revision else ""
+            of = "" if base is None else f" ({code(base.name)}{revision})"
+            trained += f"{of}, then {in_epochs(n_epochs)} of the task {code(tuning.task)}{lora}"
+        losses = {key: frame[key].iloc[-1] for key, frame in self.history.items() if len(frame) and "loss" in key}
+        card = ModelCard.from_template(
+            card_data(spec, facts, name, is_adapter=is_adapter),
+            template_path=str(TEMPLATE),
+            markdown=markdown,
+            code=code,
+            title=spec.architecture if name is None else name.rpartition("/")[2],
+            version=__version__,
+            losses=shown(losses, "{:.4g}"),
+            shown=shown,
+            spec=spec,
+            facts=facts,
             name=name,
+            parameters=count_parameters(self.module, trainable_only=is_adapter),
+            trained=trained,
             is_adapter=is_adapter,
+            is_trained=is_trained,
             reference=reference,
         )
+        return marked(f"{card.content}\n")
 
     def tensors(self) -> _Tensors:
         """Return the weights and the other tensors to save."""

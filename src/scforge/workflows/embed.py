@@ -322,36 +322,25 @@ def _write(
 ) -> None:
     """Write an AnnData as zarr or h5ad, with an embedding that is passed block by block."""
     import zarr
-
-    if path.suffix == ".zarr":
-        root = zarr.open_group(path, mode="w", zarr_format=3)
-        _fill(root, adata, parts, plan, copy)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
-            zarr.consolidate_metadata(root.store)
-    else:
-        with new_h5(path) as file:
-            _fill(file, adata, parts, plan, copy)
-
-
-def _fill(
-    root: Any, adata: AnnData, parts: Iterator[np.ndarray], plan: dict[str, Any], copy: Callable[[Any], None]
-) -> None:
     from anndata.io import write_elem
 
-    write_elem(root, "/", adata)
-    copy(root)
-    n_cells, n_latent = plan["n_cells"], plan["n_latent"]
-    create = root["obsm"].create_dataset if isinstance(root, h5py.File) else root["obsm"].create_array
-    array = create(
-        plan["key"], shape=(n_cells, n_latent), chunks=(min(plan["block_size"], n_cells), n_latent), dtype="f4"
-    )
-    array.attrs.update(_ENCODING)
-    start = 0
-    for part in parts:
-        array[start : start + len(part)] = part
-        start += len(part)
-    root.attrs[_MARK] = sha256_of_json(plan, sort_keys=True)
+    is_zarr, shape = path.suffix == ".zarr", (plan["n_cells"], plan["n_latent"])
+    with contextlib.ExitStack() as stack:
+        root: Any = zarr.open_group(path, mode="w", zarr_format=3) if is_zarr else stack.enter_context(new_h5(path))
+        write_elem(root, "/", adata)
+        copy(root)
+        create = root["obsm"].create_array if is_zarr else root["obsm"].create_dataset
+        array = create(plan["key"], shape=shape, chunks=(min(plan["block_size"], shape[0]), shape[1]), dtype="f4")
+        array.attrs.update(_ENCODING)
+        start = 0
+        for part in parts:
+            array[start : start + len(part)] = part
+            start += len(part)
+        root.attrs[_MARK] = sha256_of_json(plan, sort_keys=True)
+        if is_zarr:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
+            zarr.consolidate_metadata(root.store)
 
 
 def _difference(begun: dict[str, Any], plan: dict[str, Any]) -> str:
