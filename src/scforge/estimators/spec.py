@@ -345,7 +345,8 @@ class ModelSpec:
         for option, value in set_options.items():
             _settle(options, option, value, f"the objective {objective[0]!r} requires {value!r}")
         value_loss = options.get("value_loss", getattr(parameters.get("value_loss"), "default", None))
-        _check_counts(value_loss, name, made_tokenizer, made_objective)
+        if value_loss in COUNT_LOSSES:
+            _check_counts(value_loss, name, made_tokenizer, made_objective)
         head = None
         if "expression_head" in parameters:
             head = options.get("expression_head", parameters["expression_head"].default)
@@ -455,10 +456,8 @@ class ModelSpec:
         return parts if self.tuning is None else {**parts, "tuning": self.tuning.to_json()}
 
 
-def _check_counts(value_loss: str | None, name: str, tokenizer: Tokenizer, objective: Objective) -> None:
+def _check_counts(value_loss: str, name: str, tokenizer: Tokenizer, objective: Objective) -> None:
     """Raise an OptionError if a count loss is used for other values, or a zero-truncated loss for zeros."""
-    if value_loss not in COUNT_LOSSES:
-        return
     if not tokenizer.gives_counts:
         raise OptionError(
             f"requires counts, which the tokenizer {name!r} does not provide; "
