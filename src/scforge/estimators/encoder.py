@@ -1048,8 +1048,8 @@ class Encoder(BaseModelClass, metaclass=_Front):
         task = task_of(self.fitted, "predict")
         if key_added is None and self.fitted.obsm_key == QUERY_KEY:
             key_added = QUERY_KEY
-        assert self.spec.tuning is not None  # it has a task
-        check_options("option of predict", self.spec.tuning.task, options, options_of(task.predict))
+        tuning: Any = self.spec.tuning  # of a model with a task
+        check_options("option of predict", tuning.task, options, options_of(task.predict))
         source = source_of(self, adata)
         cells = self.open_cells(source)
         parts = self.fitted.parts_of(cells)

@@ -169,7 +169,7 @@ def evaluate_models(
     if others and not of_embeddings and (obsm_keys or baselines is not True):
         unused = "obsm_keys" if obsm_keys else "baselines"
         raise OptionError(f"{unused} has no effect, because no embedding benchmark is selected; omit {unused}.")
-    report = None
+    report: Any = None
     if of_embeddings or not others:
         report = _evaluate_embeddings(
             trained,
@@ -199,7 +199,6 @@ def evaluate_models(
             report.title = title or report.title
         else:
             report.extend(found, one.title)
-    assert report is not None
     if others and key_added is not None:
         write_scores(adata, key_added, report.to_frame())
     return report

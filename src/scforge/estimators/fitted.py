@@ -331,14 +331,16 @@ class FittedModel:
 
     def mapping_of(self, query: Cells, rows: np.ndarray | None = None) -> QueryMapping:
         """Fit the mapping of query cells (in `rows`) onto the training cells."""
-        assert self.landmarks is not None
         how: dict[str, Any] = {"rows": rows, "seed": self.seed}
-        return fit_mapping(self.backbone, self.landmarks.numpy(), query, self.tokenizer, self.objective, **how)
+        landmarks: Any = self.landmarks
+        return fit_mapping(self.backbone, landmarks.numpy(), query, self.tokenizer, self.objective, **how)
 
     def predictor_of_query(self, cells: Cells, batch_size: int, parts: np.ndarray | None) -> Predictor:
         """Return the model applied to cells, of which those whose part of the split is "new" are mapped."""
-        predictor, labeled, base = self.predictor(cells, batch_size), self.labeled, self.mapping_base
+        predictor, labeled = self.predictor(cells, batch_size), self.labeled
         task: Any = self.objective
+        base: Any = self.mapping_base
+        tuning: Any = self.spec.tuning
         is_new = np.zeros(len(cells), dtype=bool) if parts is None else parts == "new"
         if not is_new.any() or not task.maps_new_cells:
             return predictor
@@ -352,11 +354,9 @@ class FittedModel:
         rows, module, space = np.flatnonzero(is_new), self.module, predictor
         shift = {"n_new": len(rows), "gene_overlap": cells.overlap, "counts_kept": cells.counts_kept}
         if labeled.in_base:
-            assert base is not None
-            assert self.spec.tuning is not None
             mapping = base.mapping_of(cells, rows)
             space = replace(base.predictor(cells, batch_size), module=FineTunedModule(base.backbone, mapping))
-            factors = mapping.only_factors(self.spec.tuning.n_latent).to(self.device)
+            factors = mapping.only_factors(tuning.n_latent).to(self.device)
             module = FineTunedModule(self.backbone, self.module.head, factors)
             shift["gene_factor"] = mapping.typical_factor()
         embeddings = space.embedding(rows)
