@@ -113,7 +113,7 @@ def test_a_full_disk_is_one_line(told, monkeypatch) -> None:
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("scforge.estimators.serialize.save_file", full)
+    monkeypatch.setattr("scforge.estimators.fitted.save_file", full)
     assert "No space left" in told("train", "--quiet", "--config", "config.yaml", "output.checkpoint_dir=ck")
     assert not [path for path in Path("ck").iterdir() if path.name not in (".lock", "config.yaml")]
 

@@ -48,7 +48,16 @@ def text_of(value: Any) -> str | None:
     if isinstance(value, datetime.timedelta | np.timedelta64):
         return None if pd.isna(value) else str(pd.Timedelta(value)).removesuffix(" 00:00:00")
     if isinstance(value, numbers.Real | Decimal):
-        return _number_text(value)
+        if value != value:
+            return None
+        if isinstance(value, numbers.Integral):
+            return str(int(value))
+        if isinstance(value, Decimal):
+            text = f"{value:f}" if value.is_finite() else str(float(value))
+            return "0" if value == 0 else text.rstrip("0").rstrip(".") if "." in text else text
+        if isinstance(value, float | np.floating) and np.isfinite(value) and value == np.floor(value):
+            return np.format_float_positional(value, trim="-").removeprefix("-" if value == 0 else "")
+        return str(value)
     if isinstance(value, np.datetime64):
         return text_of(pd.Timestamp(value))
     if isinstance(value, datetime.datetime):
@@ -61,20 +70,6 @@ def text_of(value: Any) -> str | None:
         left, right = "[" if value.closed_left else "(", "]" if value.closed_right else ")"
         return f"{left}{text_of(value.left)}, {text_of(value.right)}{right}"
     raise TypeError(type(value).__name__)
-
-
-def _number_text(value: Any) -> str | None:
-    """Return a real number as text, or None for NaN."""
-    if value != value:
-        return None
-    if isinstance(value, numbers.Integral):
-        return str(int(value))
-    if isinstance(value, Decimal):
-        text = f"{value:f}" if value.is_finite() else str(float(value))
-        return "0" if value == 0 else text.rstrip("0").rstrip(".") if "." in text else text
-    if isinstance(value, float | np.floating) and np.isfinite(value) and value == np.floor(value):
-        return np.format_float_positional(value, trim="-").removeprefix("-" if value == 0 else "")
-    return str(value)
 
 
 def check_column(argument: str, key: str, obs: pd.DataFrame) -> None:

@@ -639,7 +639,16 @@ def locked(lock: Path, *, blocking: bool = True) -> Iterator[None]:
     if lock.exists() and not os.access(lock, os.W_OK):
         raise OptionError(f"{str(lock)!r} belongs to another user; if nobody is writing there, let them remove it.")
     lock.touch()  # raises where no file can be made; there filelock waits without end
-    has_locks = _has_locks(lock.parent)
+    has_locks = True
+    with contextlib.suppress(ImportError):  # Windows has other locks
+        import fcntl
+
+        # Without locks in the file system, filelock fails or waits without end.
+        with tempfile.TemporaryFile(dir=lock.parent) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                has_locks = error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
     if not has_locks:
         warn(f"The file system of {str(lock.parent)!r} has no locks; let only one process write there at a time.")
     with FileLock(lock, blocking=blocking) if has_locks else contextlib.nullcontext():
@@ -647,20 +656,6 @@ def locked(lock: Path, *, blocking: bool = True) -> Iterator[None]:
             yield
         finally:
             lock.unlink(missing_ok=True)
-
-
-def _has_locks(folder: Path) -> bool:
-    """Return whether the file system of a folder has locks, without which filelock fails or waits without end."""
-    try:
-        import fcntl
-    except ImportError:  # Windows has other locks
-        return True
-    with tempfile.TemporaryFile(dir=folder) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-    return True
 
 
 @contextlib.contextmanager

@@ -106,6 +106,8 @@ def run(output: str | os.PathLike[str] = "quickstart", *, overwrite: bool = Fals
     OptionError
         If the folder contains results and `overwrite` is False, or files with these names by others.
     """
+    import matplotlib.pyplot as plt
+
     import scforge
 
     folder = Path(output)
@@ -165,7 +167,9 @@ def run(output: str | os.PathLike[str] = "quickstart", *, overwrite: bool = Fals
             written.enter_context(atomic_path(folder / name, overwrite=overwrite, argument="output")) for name in _FILES
         )
         _plot(cells, paths[0])
-        _plot_blood(blood, paths[1])
+        figure = scforge.pl.annotation(blood)[0].figure
+        figure.savefig(paths[1], dpi=110)
+        plt.close(figure)
         write_h5ad(paths[2], cells)
         sums = {name: sha256_of(path) for name, path in zip(_FILES, paths, strict=False)}
         listed.write_text(json.dumps({"scforge_version": scforge.__version__, "sha256": sums}) + "\n", encoding="utf-8")
@@ -242,15 +246,5 @@ def _plot(cells: AnnData, path: Path) -> None:
     figure, axes = plt.subplots(2, len(titles), figsize=(13, 7.5), layout="constrained")
     scforge.pl.embeddings(cells, titles, color=[_BATCH, _LABELS], axes=axes.ravel())
     figure.suptitle("Lung cancer cell lines, UMAP: colored by batch (top) and by cell line (bottom)")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def _plot_blood(cells: AnnData, path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    import scforge
-
-    figure = scforge.pl.annotation(cells)[0].figure
     figure.savefig(path, dpi=110)
     plt.close(figure)

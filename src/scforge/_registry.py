@@ -103,7 +103,20 @@ class Registry[T]:
             if offered is None:
                 names = self.names()
                 raise OptionError(f"is not known{suggest(name, names)}", argument=self.kind, value=name)
-            self._load(name, offered)
+            # A point that was created by hand is of no distribution.
+            packages = sorted({point.module if point.dist is None else point.dist.name for point in offered})
+            if len({point.value for point in offered}) > 1:
+                several = f"is provided by the packages {listing(packages)}; keep only one"
+                raise OptionError(f"{self.kind} {name!r} {several}.")
+            try:
+                loaded = offered[0].load()
+            except Exception as error:
+                source = f"{offered[0].value!r} of the package {packages[0]!r}"
+                raise ScforgeError(
+                    f"{self.kind} {name!r} comes from {source}, which cannot be imported: {error}"
+                ) from error
+            # A plugin may register itself on import, or just point at the object.
+            self._entries.setdefault(name, loaded)
         if name not in self._builtin:
             self._check(name, self._entries[name])
         return self._entries[name]
@@ -151,21 +164,6 @@ class Registry[T]:
         for point in entry_points(group=self.group):
             points.setdefault(point.name, []).append(point)
         return points
-
-    def _load(self, name: str, offered: list[EntryPoint]) -> None:
-        # A point that was created by hand is of no distribution.
-        packages = sorted({point.module if point.dist is None else point.dist.name for point in offered})
-        if len({point.value for point in offered}) > 1:
-            raise OptionError(f"{self.kind} {name!r} is provided by the packages {listing(packages)}; keep only one.")
-        try:
-            loaded = offered[0].load()
-        except Exception as error:
-            raise ScforgeError(
-                f"{self.kind} {name!r} comes from {offered[0].value!r} of the package {packages[0]!r}, which cannot be "
-                f"imported: {error}"
-            ) from error
-        # A plugin may register itself on import, or just point at the object.
-        self._entries.setdefault(name, loaded)
 
 
 def check_options(

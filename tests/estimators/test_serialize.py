@@ -180,7 +180,7 @@ def test_an_existing_folder_without_a_model(model: Encoder, tmp_path: Path, monk
 
 def test_a_save_that_fails_leaves_the_old_model(model: Encoder, folder: Path, monkeypatch) -> None:
     before = bytes_of(folder)
-    monkeypatch.setattr("scforge.estimators.serialize.save_file", mock.Mock(side_effect=OSError("disk full")))
+    monkeypatch.setattr("scforge.estimators.fitted.save_file", mock.Mock(side_effect=OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         model.save(folder, overwrite=True)
     assert bytes_of(folder) == before

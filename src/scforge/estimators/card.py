@@ -11,23 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from scforge._io import marked
-from scforge._text import code, markdown
-from scforge._version import __version__
+from scforge._text import markdown
 from scforge.errors import ModelFileError, OptionError, listing
 from scforge.estimators.spec import ModelSpec
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from scforge.data.cells import CellSource
     from scforge.eval.report import Report
     from scforge.foreign.base import Foreign
 
 
 _MODEL = "scforge"
 _TITLE = re.compile(r"^(#+) ", re.MULTILINE)
-_TEMPLATE = Path(__file__).with_name("model_card.md")
+TEMPLATE = Path(__file__).with_name("model_card.md")
+"""Text of ``README.md`` in a model folder."""
 
 _UNKNOWN = "not stated"
 
@@ -100,8 +98,12 @@ def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tup
         raise OptionError(f"{prefix} is of type {what!r}; pass the table returned by evaluate().")
     tables = {"": metrics}
     if is_long(metrics):
-        lines = metrics.assign(benchmark=metrics["benchmark"].fillna(""))
-        tables = {str(name): _wide(part) for name, part in lines.groupby("benchmark", sort=False)}
+        tables = {}
+        for name, lines in metrics.assign(benchmark=metrics["benchmark"].fillna("")).groupby("benchmark", sort=False):
+            table = lines.pivot_table(index="method", columns="metric", values="value", aggfunc="first", sort=False)
+            models = list(lines.loc[lines["kind"].isin(["model", "supervised"]), "method"].unique())
+            # A single model is the one of the card.
+            tables[str(name)] = table.rename(index={models[0]: _MODEL}) if len(models) == 1 else table
     scores: list[Score] = []
     for benchmark, table in tables.items():
         names = [str(name) for name in table.index]
@@ -118,13 +120,6 @@ def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tup
                 known = {name: figure for name, figure in beside.items() if math.isfinite(figure)}
                 scores.append(Score(benchmark, str(metric), value, known, None if data is None else str(data)))
     return text or "\n\n".join(map(_markdown, tables.values())), tuple(scores)
-
-
-def _wide(lines: pd.DataFrame) -> pd.DataFrame:
-    """Return a table with one row per method; if there is only one model, it is named ``"scforge"``."""
-    table = lines.pivot_table(index="method", columns="metric", values="value", aggfunc="first", sort=False)
-    models = list(lines.loc[lines["kind"].isin(["model", "supervised"]), "method"].unique())
-    return table.rename(index={models[0]: _MODEL}) if len(models) == 1 else table
 
 
 def _markdown(table: pd.DataFrame) -> str:
@@ -247,81 +242,12 @@ class CardFacts:
             raise ModelFileError(f"the model card of {source!r} is invalid; copy the model again.") from error
 
 
-def model_card(
-    spec: ModelSpec,
-    *,
-    n_epochs: int,
-    parameters: int,
-    is_trained: bool = True,
-    last_figures: Mapping[str, float] | None = None,
-    facts: CardFacts | None = None,
-    name: str | None = None,
-    is_adapter: bool = False,
-    reference: CellSource | None = None,
-) -> str:
-    """Return the text of ``README.md`` in a model folder, i.e. front matter for hubs and text for readers.
-
-    Parameters
-    ----------
-    spec
-        Specification of the model.
-    n_epochs, parameters
-        Number of training epochs in scforge, and number of weights (for an adapter folder, only of adapters and head).
-    is_trained
-        Whether the model was trained, in scforge or another package.
-    last_figures
-        Losses of the last epoch.
-    facts
-        Facts given by users.
-    name
-        Name by which others load the model. If None, the card refers to its own folder.
-    is_adapter
-        Whether the folder contains only adapters.
-    reference
-        Labeled cells in the folder.
-    """
-    from huggingface_hub import ModelCard
-
-    facts = CardFacts() if facts is None else facts
-    tuning, base = spec.tuning, facts.base
-    before = n_epochs if tuning is None else tuning.base.get("n_epochs", 0)
-    trained = (
-        f"{in_epochs(before)} of the objective {code(spec.objective)} on the architecture {code(spec.architecture)}"
-    )
-    if facts.checkpoint is not None or (tuning is None and is_trained and not n_epochs):
-        source = markdown((facts.checkpoint or "by an unknown author").replace("`", ""))
-        trained = f"Trained elsewhere ({source})" + (f", then {trained}" if before else "")
-    if tuning is not None:
-        lora = "" if tuning.lora is None else f", with low-rank adapters (r={tuning.lora['r']})"
-        of = "" if base is None else f" ({code(base.name)}" + (f" at {code(base.revision)})" if base.revision else ")")
-        trained += f"{of}, then {in_epochs(n_epochs)} of the task {code(tuning.task)}{lora}"
-    card = ModelCard.from_template(
-        _card_data(spec, facts, name, is_adapter=is_adapter),
-        template_path=str(_TEMPLATE),
-        markdown=markdown,
-        code=code,
-        title=spec.architecture if name is None else name.rpartition("/")[2],
-        version=__version__,
-        losses=shown({key: value for key, value in (last_figures or {}).items() if "loss" in key}, "{:.4g}"),
-        shown=shown,
-        spec=spec,
-        facts=facts,
-        name=name,
-        parameters=parameters,
-        trained=trained,
-        is_adapter=is_adapter,
-        is_trained=is_trained,
-        reference=reference,
-    )
-    return marked(f"{card.content}\n")
-
-
 def in_epochs(n_epochs: int) -> str:
     """Return a number of epochs as text."""
     return f"{n_epochs} epoch{'' if n_epochs == 1 else 's'}"
 
 
-def _card_data(spec: ModelSpec, facts: CardFacts, name: str | None, *, is_adapter: bool) -> Any:
+def card_data(spec: ModelSpec, facts: CardFacts, name: str | None, *, is_adapter: bool) -> Any:
     """Return the front matter of a model card."""
     from huggingface_hub import EvalResult, ModelCardData
 

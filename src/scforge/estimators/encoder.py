@@ -23,10 +23,12 @@ from mudata import MuData
 from scipy import sparse
 from scvi import REGISTRY_KEYS
 from scvi.data import AnnDataManager
+from scvi.data._constants import _MANAGER_UUID_KEY, _SCVI_UUID_KEY
 from scvi.model.base import BaseModelClass
+from scvi.model.base._base_model import BaseModelMetaClass
 from torch import nn
 
-from scforge._checks import check_count, check_key, check_seed
+from scforge._checks import check_choice, check_count, check_key, check_known, check_seed
 from scforge._constants import AUTO_KEY, QUERY_KEY, UNS_KEY
 from scforge._io import read_settled
 from scforge._progress import announce
@@ -52,7 +54,6 @@ from scforge.estimators.genes import (
     predicting,
     untrained_embedder,
 )
-from scforge.estimators.hints import OF_POSTERIOR, OF_SCVI, Absent, Front
 from scforge.estimators.hub import load_foreign, load_found, push_model
 from scforge.estimators.serialize import read_folder
 from scforge.estimators.setup import (
@@ -63,12 +64,7 @@ from scforge.estimators.setup import (
     adata_of,
     adopted,
     bare_registry,
-    check_setup_keys,
-    datamodule_registry,
-    device_of,
-    forget_copied_ids,
     ready_cells,
-    require_setup,
     setup_of,
     source_of,
     training_source,
@@ -79,12 +75,11 @@ from scforge.estimators.spec import (
     defaults_for,
     n_top_genes_of,
     named_options,
-    needed_statistics,
     vocab_of_adata,
     vocab_of_cells,
 )
 from scforge.estimators.tasks import options_of, parts_for_baselines, rows_to_score, task_of, verdict
-from scforge.estimators.training import train, train_options
+from scforge.estimators.training import train
 from scforge.estimators.transfer import reference_to_save, transfer_labels
 from scforge.eval.report import write_scores
 from scforge.finetuning.adapters import adapters_disabled, has_lora, merge_lora
@@ -108,6 +103,48 @@ if TYPE_CHECKING:
 
 _MAX_OPENED = 2
 """Maximum number of AnnData objects whose cells a model keeps open, including the training data."""
+
+_OF_SCVI = {
+    **dict.fromkeys(
+        ("categorical_covariate_keys", "continuous_covariate_keys"),
+        "scforge does not support covariates, so use batch_key",
+    ),
+    "size_factor_key": "scforge uses the sum of the counts of a cell as its size factor, so omit size_factor_key",
+    "unlabeled_category": "mark cells without a label by NaN in the labels_key column, and omit unlabeled_category",
+    "use_raw": "pass the layer with raw counts as layer, or adata.raw.to_adata() as adata",
+}
+"""A mapping from arguments of scvi-tools' and scanpy's functions to advice for ``setup_anndata``."""
+
+_OF_POSTERIOR = {
+    "return_dist": "an embedding of this class has no variances, so omit return_dist, or use scforge.models.ScDiVa",
+    **dict.fromkeys(("give_mean", "mc_samples"), "the embedding is always a mean, so omit it"),
+    "use_raw": "counts are read from the place that setup_anndata registered, so pass adata.raw.to_adata() as adata",
+}
+"""A mapping from arguments of scvi-tools' and scanpy's functions to advice for ``get_latent_representation``."""
+
+
+class _Absent:
+    """A scvi-tools attribute that a model class does not have; accessing it raises an error with advice."""
+
+    def __init__(self, instead: str) -> None:
+        self._instead = instead
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, model: object, owner: type) -> Any:
+        raise AttributeError(f"{owner.__name__} has no {self._name}; {self._instead}.")
+
+
+class _Front(BaseModelMetaClass):
+    """Metaclass whose ``dir`` omits attributes that only scvi-tools supports."""
+
+    def __dir__(cls) -> list[str]:
+        return [name for name in super().__dir__() if not cls.lacks(name)]
+
+    def lacks(cls, name: str) -> bool:
+        """Return whether only scvi-tools supports an attribute."""
+        return isinstance(inspect.getattr_static(cls, name, None), _Absent)
 
 
 class _Held[T]:
@@ -139,7 +176,7 @@ def positions(indices: Sequence[int] | np.ndarray, n_cells: int) -> np.ndarray:
     return found.astype(np.int64)
 
 
-class Encoder(BaseModelClass, metaclass=Front):
+class Encoder(BaseModelClass, metaclass=_Front):
     """Train an architecture on single cells and embed cells with it.
 
     Parameters
@@ -205,31 +242,31 @@ class Encoder(BaseModelClass, metaclass=Front):
     reference_cells: CellSource | None = None  # labeled training cells that were saved with the model
     _base_model: Encoder | None = None
 
-    trainer = Absent("use model.history for the training metrics, and callbacks=[...] to access Lightning's Trainer")
-    prepare_query_anndata = Absent("genes are matched by name, so call load_query_data(query, reference) directly")
-    get_normalized_expression = Absent("use scforge.models.ScDiVa, which decodes expression")
-    differential_abundance = Absent(
+    trainer = _Absent("use model.history for the training metrics, and callbacks=[...] to access Lightning's Trainer")
+    prepare_query_anndata = _Absent("genes are matched by name, so call load_query_data(query, reference) directly")
+    get_normalized_expression = _Absent("use scforge.models.ScDiVa, which decodes expression")
+    differential_abundance = _Absent(
         "embed the cells with scforge, and compute differential abundance with another package"
     )
-    differential_expression = Absent(
+    differential_expression = _Absent(
         "label the cells with scforge, and compare their counts with scanpy.tl.rank_genes_groups, or per donor with a "
         "package for pseudobulks"
     )
-    posterior_predictive_sample = Absent(
+    posterior_predictive_sample = _Absent(
         "scforge models do not define the count likelihood that scvi.criticism requires"
     )
     get_elbo, get_marginal_ll, get_reconstruction_error = (
-        Absent("scforge models do not define the count likelihood that it requires; use model.history for the losses")
+        _Absent("scforge models do not define the count likelihood that it requires; use model.history for the losses")
         for _ in range(3)
     )
-    convert_legacy_save = Absent(
+    convert_legacy_save = _Absent(
         "scvi-tools stores such folders as pickles, which can run code and are never opened; save the model with "
         "model.save"
     )
-    setup_annbatch = Absent(
+    setup_annbatch = _Absent(
         "convert the files with scforge.data.convert, and pass scforge.training.CellDataModule(store) as datamodule"
     )
-    minify_adata = Absent(
+    minify_adata = _Absent(
         "call scforge.workflows.embed_to(model, adata, output, counts=False) for a file without genes and counts"
     )
 
@@ -260,7 +297,7 @@ class Encoder(BaseModelClass, metaclass=Front):
             n_top_genes = n_top_genes_of(vocab, defaults.n_top_genes)
         wanted: dict[str, Any] = {
             "n_top_genes": n_top_genes or None,
-            "needed": needed_statistics(*names),
+            "tokenizer": names,
             "keep_genes": listed_names("keep_genes", keep_genes),
             "reports": is_chosen,
         }
@@ -280,26 +317,37 @@ class Encoder(BaseModelClass, metaclass=Front):
             objective=self._with_found_options(*named_options("objective", objective, defaults.objective)),
             options=options,
         )
-        self._hold(FittedModel(spec, seed, gene_vectors=vectors))
+        self.fitted = FittedModel(spec, seed, setup=self.registry_["setup_args"], gene_vectors=vectors)
+        self.fitted.front = type(self).__name__
 
-    def _attach(
-        self, adata: AnnData | None, registry: dict[str, Any] | None, datamodule: CellDataModule | None
-    ) -> None:
+    def _attach(self, adata: Any, registry: dict[str, Any] | None, datamodule: CellDataModule | None) -> None:
         """Attach the cells of a data module or a registered AnnData."""
+        cls = type(self)
         if datamodule is not None:
-            registry = datamodule_registry(type(self).__name__, adata, datamodule, registry)
-        adata = adata_of(type(self), adata)
+            if adata is not None:
+                raise OptionError("and datamodule both contain cells; pass only one of the two.", argument="adata")
+            if not isinstance(datamodule, CellDataModule):
+                what = type(datamodule).__name__
+                raise OptionError(
+                    f"is of type {what!r}; pass a scforge.training.CellDataModule.", argument="datamodule"
+                )
+            if registry is None:
+                keys = {"batch_key": datamodule.batch_key, "labels_key": datamodule.labels_key}
+                registry = bare_registry(cls.__name__, {"layer": None, "gene_key": None, **keys})
+        adata = adata_of(cls, adata)
         if adata is not None or registry is None:
-            require_setup(type(self), adata)
+            check_adata(adata)
+            try:
+                cls._get_most_recent_anndata_manager(adata, required=True)
+            except ValueError as error:
+                is_copy = adata.uns.get(_SCVI_UUID_KEY) in cls._setup_adata_manager_store
+                why = ", because it is a copy of an AnnData that was set up" if is_copy else ""
+                problem = f"is not set up{why}; call {cls.__name__}.setup_anndata(adata) first."
+                raise OptionError(problem, argument="adata") from error
         super().__init__(adata, registry=registry)
         self.datamodule = datamodule
         # AnnData objects, with fingerprints to detect changes and their cells over the genes of the model.
         self.opened: list[tuple[weakref.ref[AnnData], tuple[Any, ...], CellSource]] = []
-
-    def _hold(self, fitted: FittedModel) -> None:
-        """Use a fitted model for the attached cells."""
-        self.fitted = fitted
-        fitted.front, fitted.setup = type(self).__name__, self.registry_["setup_args"]
 
     @classmethod
     def of_fitted(
@@ -340,7 +388,8 @@ class Encoder(BaseModelClass, metaclass=Front):
         if model.adata is not None:  # raises an error if it has too few genes of the model
             key = model.registry_["setup_args"]["gene_key"]
             map_names(gene_names(model.adata, key), fitted.spec.vocab, var=model.adata.var, gene_key=key)
-        model._hold(copy.copy(fitted))
+        model.fitted = copy.copy(fitted)
+        model.fitted.front, model.fitted.setup = cls.__name__, model.registry_["setup_args"]
         if fitted.base is not None:
             base = cls.of_fitted(fitted.base)
             model.base_model, base.opened = base, model.opened
@@ -391,7 +440,7 @@ class Encoder(BaseModelClass, metaclass=Front):
         setup_method_args = cls._get_setup_method_args(**locals())
         if kwargs.get("source_registry") is None:
             known = [*inspect.signature(Encoder.setup_anndata).parameters][1:-1]
-            check_options("argument", "setup_anndata", kwargs.keys() - {"source_registry"}, known, OF_SCVI)
+            check_options("argument", "setup_anndata", kwargs.keys() - {"source_registry"}, known, _OF_SCVI)
         check_adata(adata)
         if adata.is_view:
             raise DataError("is a view of another AnnData; copy it first with adata = adata.copy().", argument="adata")
@@ -403,7 +452,15 @@ class Encoder(BaseModelClass, metaclass=Front):
             fields.append(ObsField(REGISTRY_KEYS.BATCH_KEY, batch_key, allow_missing=False))
         if labels_key is not None:
             fields.append(ObsField(REGISTRY_KEYS.LABELS_KEY, labels_key, allow_missing=True))
-        forget_copied_ids(Encoder, adata)
+        # A copy, also one read from a file, has the ids of its original, which it would replace.
+        kinds: list[Any] = [Encoder]
+        for kind in kinds:  # each class keeps a separate record of its AnnData objects
+            kinds += kind.__subclasses__()
+        managers = [kind._setup_adata_manager_store.get(adata.uns.get(_SCVI_UUID_KEY)) for kind in kinds]
+        originals = [manager.adata for manager in managers if manager is not None]
+        if originals and all(original is not adata for original in originals):
+            for key in (_SCVI_UUID_KEY, _MANAGER_UUID_KEY):
+                adata.uns.pop(key, None)
         manager = AnnDataManager(fields=fields, setup_method_args=setup_method_args)
         manager.register_fields(adata, **kwargs)
         cls.register_manager(manager)
@@ -625,7 +682,11 @@ class Encoder(BaseModelClass, metaclass=Front):
             setup = setup_of(type(self), source)
             if not setup:
                 setup = self.fitted.setup
-                check_setup_keys(source, setup, type(self).__name__)
+                call = f"{type(self).__name__}.setup_anndata(adata, ...)"
+                fix = f"the training data contain it; if adata stores it under another name, call {call}"
+                for argument, table in {"layer": "layers", "gene_key": "var"}.items():
+                    if setup[argument] is not None:
+                        check_known(argument, setup[argument], getattr(source, table), f"adata.{table}", fix=fix)
             keys = {"layer": setup["layer"], "gene_key": setup["gene_key"]}
             cells = self._opened_once(source, **keys) if is_own else open_cells(source, **keys, **options)
         uses_vocabulary = is_own and getattr(self.tokenizer, "library_size", None) == "vocabulary"
@@ -733,7 +794,7 @@ class Encoder(BaseModelClass, metaclass=Front):
         """
         given = {name: value for name, value in locals().items() if name not in ("self", "plan_kwargs", "options")}
         # Initializes the weights, fits with Lightning, and stores the best weights, the history and the epochs.
-        train(self, train_options(given, options, plan_kwargs))
+        train(self, given, options, plan_kwargs)
         if self.fitted.setup.get("labels_key") is not None:
             self.reference_cells = None  # the cells of this training take their place
         if self.fitted.obsm_key == QUERY_KEY:
@@ -827,7 +888,7 @@ class Encoder(BaseModelClass, metaclass=Front):
         """
         check_key("key_added", key_added)
         known = ("adata", "key_added", "batch_size", "indices", "correction")
-        check_options("argument", "get_latent_representation", of_others, known, OF_POSTERIOR)
+        check_options("argument", "get_latent_representation", of_others, known, _OF_POSTERIOR)
         source, cells = ready_cells(self, adata, "its embedding is")
         fitted = self.fitted
         rows = None if indices is None else positions(indices, len(cells))
@@ -987,8 +1048,8 @@ class Encoder(BaseModelClass, metaclass=Front):
         task = task_of(self.fitted, "predict")
         if key_added is None and self.fitted.obsm_key == QUERY_KEY:
             key_added = QUERY_KEY
-        assert self.spec.tuning is not None  # it has a task
-        check_options("option of predict", self.spec.tuning.task, options, options_of(task.predict))
+        tuning: Any = self.spec.tuning  # of a model with a task
+        check_options("option of predict", tuning.task, options, options_of(task.predict))
         source = source_of(self, adata)
         cells = self.open_cells(source)
         parts = self.fitted.parts_of(cells)
@@ -2038,7 +2099,11 @@ class Encoder(BaseModelClass, metaclass=Front):
         >>> annotator = scforge.models.Encoder.load("hf://org/blood", adata, revision="v1")  # doctest: +SKIP
         """
         if accelerator is not None:
-            device = device_of(accelerator, device)
+            if accelerator == "auto":
+                accelerator = "gpu" if torch.cuda.is_available() else "cpu"
+            kinds = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps"}
+            kind = kinds[check_choice("accelerator", accelerator, kinds)]
+            device = f"{kind}:{device}" if isinstance(device, int) and kind != "cpu" else kind
         access: dict[str, Any] = {"cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
         message = f"dir_path={os.fspath(dir_path)!r}"
         found = read_settled(dir_path, lambda _: find_model(dir_path, prefix=message, revision=revision, **access))

@@ -169,7 +169,7 @@ def evaluate_models(
     if others and not of_embeddings and (obsm_keys or baselines is not True):
         unused = "obsm_keys" if obsm_keys else "baselines"
         raise OptionError(f"{unused} has no effect, because no embedding benchmark is selected; omit {unused}.")
-    report = None
+    report: Any = None
     if of_embeddings or not others:
         report = _evaluate_embeddings(
             trained,
@@ -199,7 +199,6 @@ def evaluate_models(
             report.title = title or report.title
         else:
             report.extend(found, one.title)
-    assert report is not None
     if others and key_added is not None:
         write_scores(adata, key_added, report.to_frame())
     return report
@@ -344,13 +343,7 @@ def _keys(models: Mapping[str, Encoder], adata: AnnData, given: Mapping[str, str
 
 def knows_labels(model: Encoder) -> bool:
     """Return whether a model learned from cell labels, in fine-tuning or in pretraining."""
-    return model.fitted.learned is not None or _pretraining_labels(model) is not None
-
-
-def _pretraining_labels(model: Encoder) -> str | None:
-    """Return the obs column whose labels a model learned in pretraining, or None if there is no such column."""
-    key: str | None = getattr(model.fitted.pretraining, "labels_key", None)
-    return key
+    return model.fitted.learned is not None or getattr(model.fitted.pretraining, "labels_key", None) is not None
 
 
 def _unseen(models: Mapping[str, Encoder], adata: AnnData) -> np.ndarray | None:
@@ -394,7 +387,7 @@ def _explanations(models: Mapping[str, Encoder], adata: AnnData, obsm_keys: Sequ
             f"{listing(supervised)} learned from labels of other cells, unlike the baselines, so there is no test."
         )
     for name, model in models.items():
-        if (labels_key := _pretraining_labels(model)) is not None:
+        if (labels_key := getattr(model.fitted.pretraining, "labels_key", None)) is not None:
             sentences.append(
                 f"{name!r} learned from obs[{labels_key!r}] in its pretraining, possibly of these cells, so there is "
                 "no test."

@@ -29,6 +29,7 @@ from scforge.data.cells import Cells, named_column
 from scforge.data.checks import inherited_batch_key
 from scforge.data.neighbors import n_query_clusters
 from scforge.errors import DataError, ModelFileError, OptionError, ScforgeWarning, listing, warn
+from scforge.estimators.card import Origin
 from scforge.estimators.fitted import FittedModel
 from scforge.estimators.serialize import ADAPTER, check_sum, load_weights, read_description, sealed
 from scforge.estimators.setup import Model, Source, register, set_up_like, setup_of, source_of
@@ -385,7 +386,10 @@ def save_adapter(model: FittedModel, dir_path: str | os.PathLike[str], *, overwr
         for name, value in model.module.state_dict().items()
         if name.startswith("head.") or is_adapter(name)
     }
-    correction = model.correction
+    correction, origin = model.correction, model.card_facts.base
+    base = None if model.base is None else model.base.current_origin
+    if origin is None and base is not None and base.folder is not None:  # relative to the folder of the adapters
+        origin = Origin(f"./{Path(os.path.relpath(base.folder, Path(dir_path).resolve())).as_posix()}")
     with atomic_folder(dir_path, overwrite=overwrite) as folder:
         if model.seen is not None:
             model.seen.save(folder)
@@ -399,7 +403,7 @@ def save_adapter(model: FittedModel, dir_path: str | os.PathLike[str], *, overwr
             "history": model.history_lists(),
             **({} if correction is None else {"corrected_batches": correction.batches}),
             "sha256": sha256_of(folder / _WEIGHTS),
-            "base": model.base_origin(Path(dir_path)),
+            "base": None if origin is None else origin.to_json(),
             "card": replace(model.card_facts, base=None).to_json(),
         }
         (folder / _CONFIG).write_text(sealed(content), encoding="utf-8")

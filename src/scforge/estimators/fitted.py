@@ -13,39 +13,49 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import pandas as pd
 import torch
+from safetensors.torch import save_file
 
 from scforge._checks import check_share
 from scforge._columns import texts_of
 from scforge._constants import OBSM_KEY, QUERY_KEY
+from scforge._io import atomic_folder, marked, sha256_of
+from scforge._text import code, markdown
 from scforge._version import __version__
 from scforge.data.cells import Cells, CellSource, choose_chunks
+from scforge.data.readers import write_h5ad
 from scforge.errors import DataError, NotTrainedWarning, OptionError, TrainingError, suggest, warn
-from scforge.estimators.card import CardFacts, Origin, in_epochs, model_card, shown
+from scforge.estimators.card import TEMPLATE, CardFacts, Origin, card_data, in_epochs, shown
 from scforge.estimators.serialize import (
+    ADATA,
     BASE,
+    CONFIG,
     CORRECTION,
     LABELED,
     LANDMARKS,
+    VOCAB,
+    WEIGHTS,
     StoredModel,
     load_weights,
     part_of,
-    write_folder,
+    sealed,
 )
 from scforge.estimators.spec import ModelSpec, defaults_for
 from scforge.finetuning.base import TASKS, Predictor, Task
 from scforge.finetuning.held_out import CellFingerprints, HeldOutRegistry, fingerprints
 from scforge.finetuning.mapping import FineTunedModule, QueryMapping, fit_mapping
 from scforge.finetuning.new_cells import LabeledCells, NewCells
-from scforge.hub.finding import origin_of
+from scforge.finetuning.reference import write_reference
+from scforge.hub.finding import REFERENCE, origin_of
 from scforge.models._utils import count_parameters, undrawn
 from scforge.models.components.gene_vectors import check_filled
 from scforge.models.registry import MODELS
-from scforge.tokenizers.base import TOKENIZERS
+from scforge.tokenizers.base import TOKENIZERS, get_tokenizer
 from scforge.training.correction import N_CELLS, BatchCorrection
 from scforge.training.objectives.base import OBJECTIVES, Objective
 from scforge.training.predict import embed
 
 if TYPE_CHECKING:
+    from anndata import AnnData
     from torch import nn
 
     from scforge.finetuning.splits import Split
@@ -130,7 +140,8 @@ class FittedModel:
         draws: bool = True,
     ) -> None:
         self.spec, self.seed, self.front, self.setup = spec, seed, "Encoder", setup or {}
-        self.tokenizer, self.objective = spec.build_tokenizer(), spec.build_objective()
+        self.tokenizer = get_tokenizer(spec.tokenizer, spec.vocab, **spec.tokenizer_options)
+        self.objective = spec.build_objective()
         with nullcontext() if draws else undrawn(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed CUDA devices too
             self.module: nn.Module = spec.build_module(gene_vectors).eval()
@@ -320,14 +331,16 @@ class FittedModel:
 
     def mapping_of(self, query: Cells, rows: np.ndarray | None = None) -> QueryMapping:
         """Fit the mapping of query cells (in `rows`) onto the training cells."""
-        assert self.landmarks is not None
         how: dict[str, Any] = {"rows": rows, "seed": self.seed}
-        return fit_mapping(self.backbone, self.landmarks.numpy(), query, self.tokenizer, self.objective, **how)
+        landmarks: Any = self.landmarks
+        return fit_mapping(self.backbone, landmarks.numpy(), query, self.tokenizer, self.objective, **how)
 
     def predictor_of_query(self, cells: Cells, batch_size: int, parts: np.ndarray | None) -> Predictor:
         """Return the model applied to cells, of which those whose part of the split is "new" are mapped."""
-        predictor, labeled, base = self.predictor(cells, batch_size), self.labeled, self.mapping_base
+        predictor, labeled = self.predictor(cells, batch_size), self.labeled
         task: Any = self.objective
+        base: Any = self.mapping_base
+        tuning: Any = self.spec.tuning
         is_new = np.zeros(len(cells), dtype=bool) if parts is None else parts == "new"
         if not is_new.any() or not task.maps_new_cells:
             return predictor
@@ -341,11 +354,9 @@ class FittedModel:
         rows, module, space = np.flatnonzero(is_new), self.module, predictor
         shift = {"n_new": len(rows), "gene_overlap": cells.overlap, "counts_kept": cells.counts_kept}
         if labeled.in_base:
-            assert base is not None
-            assert self.spec.tuning is not None
             mapping = base.mapping_of(cells, rows)
             space = replace(base.predictor(cells, batch_size), module=FineTunedModule(base.backbone, mapping))
-            factors = mapping.only_factors(self.spec.tuning.n_latent).to(self.device)
+            factors = mapping.only_factors(tuning.n_latent).to(self.device)
             module = FineTunedModule(self.backbone, self.module.head, factors)
             shift["gene_factor"] = mapping.typical_factor()
         embeddings = space.embedding(rows)
@@ -422,19 +433,6 @@ class FittedModel:
         """Return the location of the model with `folder` as its folder."""
         return replace(self.current_origin or Origin(), folder=Path(folder).resolve(), n_epochs=self.n_epochs)
 
-    def base_origin(self, folder: Path) -> dict[str, Any] | None:
-        """Return the location of the base model for adapters in `folder`, or None if it has no location.
-
-        If the base model has no name on a hub, its location is a relative path, so both folders can be moved together.
-        """
-        named, base = self.card_facts.base, None if self.base is None else self.base.current_origin
-        if named is not None:
-            return named.to_json()
-        if base is None or base.folder is None:
-            return None
-        way = os.path.relpath(base.folder, folder.resolve())
-        return Origin(f"./{Path(way).as_posix()}").to_json()
-
     @property
     def card_facts(self) -> CardFacts:
         """The facts for the card of the current model, including facts about its base model."""
@@ -460,17 +458,42 @@ class FittedModel:
         reference
             Labeled cells in the folder.
         """
-        return model_card(
-            self.spec,
-            n_epochs=self.n_epochs,
-            is_trained=bool(self.is_trained),
-            parameters=count_parameters(self.module, trainable_only=is_adapter),
-            last_figures={key: frame[key].iloc[-1] for key, frame in self.history.items() if len(frame)},
-            facts=self.card_facts,
+        from huggingface_hub import ModelCard
+
+        spec, facts, n_epochs, is_trained = self.spec, self.card_facts, self.n_epochs, bool(self.is_trained)
+        tuning, base = spec.tuning, facts.base
+        before = n_epochs if tuning is None else tuning.base.get("n_epochs", 0)
+        trained = (
+            f"{in_epochs(before)} of the objective {code(spec.objective)} on the architecture {code(spec.architecture)}"
+        )
+        if facts.checkpoint is not None or (tuning is None and is_trained and not n_epochs):
+            source = markdown((facts.checkpoint or "by an unknown author").replace("`", ""))
+            trained = f"Trained elsewhere ({source})" + (f", then {trained}" if before else "")
+        if tuning is not None:
+            lora = "" if tuning.lora is None else f", with low-rank adapters (r={tuning.lora['r']})"
+            revision = f" at {code(base.revision)}" if base is not None and base.revision else ""
+            of = "" if base is None else f" ({code(base.name)}{revision})"
+            trained += f"{of}, then {in_epochs(n_epochs)} of the task {code(tuning.task)}{lora}"
+        losses = {key: frame[key].iloc[-1] for key, frame in self.history.items() if len(frame) and "loss" in key}
+        card = ModelCard.from_template(
+            card_data(spec, facts, name, is_adapter=is_adapter),
+            template_path=str(TEMPLATE),
+            markdown=markdown,
+            code=code,
+            title=spec.architecture if name is None else name.rpartition("/")[2],
+            version=__version__,
+            losses=shown(losses, "{:.4g}"),
+            shown=shown,
+            spec=spec,
+            facts=facts,
             name=name,
+            parameters=count_parameters(self.module, trainable_only=is_adapter),
+            trained=trained,
             is_adapter=is_adapter,
+            is_trained=is_trained,
             reference=reference,
         )
+        return marked(f"{card.content}\n")
 
     def tensors(self) -> _Tensors:
         """Return the weights and the other tensors to save."""
@@ -507,9 +530,35 @@ class FittedModel:
         }
 
     def write(
-        self, folder: str | os.PathLike[str], *, weights: _Tensors | None = None, card: str | None = None, **parts: Any
+        self,
+        path: str | os.PathLike[str],
+        *,
+        weights: _Tensors | None = None,
+        card: str | None = None,
+        reference: CellSource | None = None,
+        adata: AnnData | None = None,
+        extra: Callable[[Path], None] | None = None,
+        overwrite: bool = True,
     ) -> None:
-        """Write a folder with these `parts` (:func:`write_folder`), else the own weights and a generated card."""
+        """Write a model folder completely or not at all.
+
+        Parameters
+        ----------
+        path
+            Folder to create.
+        weights
+            The weights. If None, uses those of the model.
+        card
+            Text of ``README.md``. If None, it is generated.
+        reference
+            Labeled cells, written into the folder if given.
+        adata
+            Cells, written into the folder if given.
+        extra
+            A function that writes more files into the folder.
+        overwrite
+            Whether to replace a model in an existing folder.
+        """
         weights = self.tensors() if weights is None else weights
         for name, _ in self.module.named_parameters():
             if name in weights and not weights[name].isfinite().all():  # loading would refuse it
@@ -517,9 +566,24 @@ class FittedModel:
                     f"the model has NaN or infinite weights in {name!r} and is not saved; train it again with a lower "
                     "lr, or load an earlier checkpoint."
                 )
-        card = self.card(reference=parts.get("reference")) if card is None else card
-        parts = {"overwrite": True, "seen": self.seen, **parts}
-        write_folder(folder, weights, vocab=self.spec.vocab, content=self.content(), card=card, **parts)
+        card = self.card(reference=reference) if card is None else card
+        content = self.content()
+        with atomic_folder(path, overwrite=overwrite) as folder:
+            tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+            save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+            self.spec.vocab.save(folder / VOCAB)
+            (folder / "README.md").write_text(card, encoding="utf-8")
+            if self.seen is not None:
+                self.seen.save(folder)
+            if adata is not None:
+                write_h5ad(folder / ADATA, adata)
+            if reference is not None:
+                write_reference(reference, folder)
+            names = (WEIGHTS, VOCAB, ADATA, REFERENCE)
+            sums = {name: sha256_of(folder / name) for name in names if (folder / name).exists()}
+            (folder / CONFIG).write_text(sealed({**content, "sha256": sums}), encoding="utf-8")
+            if extra is not None:
+                extra(folder)
 
 
 def changed_options(

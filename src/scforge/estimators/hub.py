@@ -10,23 +10,25 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from scforge._io import read_settled
 from scforge.data.checks import check_adata, inherited_batch_key
+from scforge.data.sources import read_h5ad
 from scforge.errors import MissingFileError, ModelFileError, NotTrainedWarning, OptionError, warn
 from scforge.estimators.card import CardFacts, Origin
 from scforge.estimators.finetune import load_adapter, save_adapter
 from scforge.estimators.fitted import FittedModel
 from scforge.estimators.serialize import (
     ADAPTER,
+    ADATA,
+    check_sum,
     load_weights,
-    read_adata,
     read_description,
     read_folder,
-    read_saved_reference,
+    read_spec,
     shapes_of,
-    spec_of_checkpoint,
 )
-from scforge.estimators.setup import Model, class_in_place_of, class_of_architecture, set_up_like, setup_of
+from scforge.estimators.setup import Model, class_named, class_of_architecture, set_up_like, setup_of
 from scforge.estimators.transfer import reference_to_save
-from scforge.hub.finding import FoundModel, find_model, is_registry_name, kind_of_folder
+from scforge.finetuning.reference import read_reference
+from scforge.hub.finding import REFERENCE, FoundModel, find_model, is_registry_name, kind_of_folder
 from scforge.hub.uploading import send_model
 
 if TYPE_CHECKING:
@@ -57,7 +59,16 @@ def push_model(
         warn("The model is not trained; its random weights will be pushed.", NotTrainedWarning)
     before = fitted.facts
     told_facts = before.with_given(**told, n_epochs=fitted.n_epochs)
-    fitted.facts = told_facts if base is None else replace(told_facts, base=_named(base, fitted))
+    facts = told_facts
+    if base is not None:
+        if place_of(base) is None:
+            raise OptionError("is not the name of a public model; pass 'org/name' or 'scforge://name'.", base=base)
+        if fitted.spec.tuning is None:
+            raise OptionError("has no effect if the model was not fine-tuned; omit base.", base=base)
+        known = None if fitted.base is None else fitted.base.current_origin
+        revision = known.revision if known is not None and known.name == base else None
+        facts = replace(told_facts, base=Origin(base, revision, is_given=True))
+    fitted.facts = facts
     try:
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place) / "model"
@@ -122,18 +133,7 @@ def load_found(
         elif found.name is not None:
             fitted.origin = Origin(found.name, folder=found.folder, n_epochs=fitted.n_epochs)
         return model
-    if base is None or isinstance(base, str | os.PathLike):
-        base = _load_base(cls, found, prefix, base, device, access or {})
-    below, cells = base, None if adata is False else adata
-    return read_settled(found.folder, lambda place: load_adapter(cls, below, place, cells))
-
-
-def _load_base(
-    cls: Any, found: FoundModel, prefix: str, base: str | os.PathLike[str] | None, device: Any, access: dict[str, Any]
-) -> Any:
-    """Load the base model of adapters, and verify its checksum."""
-    revision = None
-    where = f"base={base!r}"
+    revision, where = None, f"base={base!r}"
     if base is None:
         stored = Origin.from_json(read_description(ADAPTER, found.folder / "adapter.json").get("base"))
         if stored is None or stored.name is None:
@@ -142,10 +142,13 @@ def _load_base(
         base, revision = place_of(stored.name) or found.folder / stored.name, stored.revision
         if isinstance(base, Path) and not base.is_dir():
             raise MissingFileError(f"{where} is a folder that does not exist; pass the base model as base.")
-    below = find_model(base, prefix=where, revision=revision, **access)
-    if kind_of_folder(below.folder) != "model":
-        raise ModelFileError(f"{where} contains no model; pass another base model as base.")
-    return load_found(cls, below, where, False, device=device)
+    if isinstance(base, str | os.PathLike):
+        found_base = find_model(base, prefix=where, revision=revision, **(access or {}))
+        if kind_of_folder(found_base.folder) != "model":
+            raise ModelFileError(f"{where} contains no model; pass another base model as base.")
+        base = load_found(cls, found_base, where, False, device=device)
+    cells = None if adata is False else adata
+    return read_settled(found.folder, lambda place: load_adapter(cls, base, place, cells))
 
 
 def place_of(name: str | os.PathLike[str]) -> str | None:
@@ -162,26 +165,29 @@ def place_of(name: str | os.PathLike[str]) -> str | None:
     return f"hf://{text}" if text.count("/") == 1 and not text.startswith((".", "/")) else None
 
 
-def _named(base: str, model: FittedModel) -> Origin:
-    """Return the public location of the base model of a fine-tuned model."""
-    if place_of(base) is None:
-        raise OptionError("is not the name of a public model; pass 'org/name' or 'scforge://name'.", base=base)
-    if model.spec.tuning is None:
-        raise OptionError("has no effect if the model was not fine-tuned; omit base.", base=base)
-    known = None if model.base is None else model.base.current_origin
-    revision = known.revision if known is not None and known.name == base else None
-    return Origin(base, revision, is_given=True)
-
-
 def load_folder(cls: Any, folder: Path, adata: AnnData | Literal[False] | None, device: str | torch.device) -> Any:
     """Load the model in a folder, with the cells that were saved with it if `adata` is None."""
     stored = read_folder(folder)
-    setup, made_by = stored.content["setup"], stored.content["class"]
-    cells = read_adata(folder, stored.content) if adata is None else None if adata is False else adata
-    cls = class_in_place_of(cls, made_by, stored.spec.architecture)
-    if cls is None:
-        what = f"dir_path={str(folder)!r} contains a model of the class {made_by!r}"
-        raise ModelFileError(f"{what}; load it with scforge.models.{made_by}.load.")
+    setup, made_by, sums = (stored.content[name] for name in ("setup", "class", "sha256"))
+    cells: Any = None if adata is False else adata
+    if adata is None and ADATA in sums:
+        file = folder / ADATA
+        if file.exists():
+            check_sum(file, sums[ADATA])
+            cells = read_h5ad([str(file)])
+        else:
+            warn(
+                f"The cells saved with the model are missing: {str(file)!r} does not exist (push and pull do not copy "
+                "cells)."
+            )
+    if made_by != cls.__name__:
+        saved_class = class_named(made_by)
+        special = class_of_architecture(stored.spec.architecture)
+        if saved_class is not None and issubclass(saved_class, cls):
+            cls = saved_class
+        elif saved_class is None or not (issubclass(special, cls) and issubclass(cls, saved_class)):
+            what = f"dir_path={str(folder)!r} contains a model of the class {made_by!r}"
+            raise ModelFileError(f"{what}; load it with scforge.models.{made_by}.load.")
     if cells is not None:
         cells = set_up_like(cls, cells, setup)
         check_adata(cells)
@@ -192,7 +198,9 @@ def load_folder(cls: Any, folder: Path, adata: AnnData | Literal[False] | None, 
             cls.setup_anndata(cells, **own)
     model = cls.of_fitted(FittedModel.of_folder(folder, stored), cells)
     model.to_device(device)
-    model.reference_cells = read_saved_reference(folder, stored.content, stored.spec.vocab)
+    if REFERENCE in sums and (folder / REFERENCE).exists():  # pushes leave it out
+        check_sum(folder / REFERENCE, sums[REFERENCE])
+        model.reference_cells = read_reference(folder / REFERENCE, stored.spec.vocab)
     return model
 
 
@@ -203,10 +211,11 @@ def load_foreign(cls: Any, checkpoint: Foreign, adata: AnnData | None, device: s
     if adata is not None and not setup_of(cls, adata):
         cls.setup_anndata(adata)
     # Before memory is taken for a module of the size that a config claims.
-    spec, expected = spec_of_checkpoint(checkpoint)
-    weights = None if expected is None else checkpoint.weights(expected)
+    parts = {name: getattr(checkpoint, name) for name in ("architecture", "tokenizer", "objective")}
+    spec, module = read_spec(parts, checkpoint.vocab, f"the config of {checkpoint.source!r}")
+    weights = None if module is None else checkpoint.weights(shapes_of(module))
     setup = dict.fromkeys(("layer", "gene_key", "batch_key", "labels_key"))
-    fitted = FittedModel(spec, 0, setup=setup, draws=expected is None)
+    fitted = FittedModel(spec, 0, setup=setup, draws=module is None)
     if weights is None:
         weights = checkpoint.weights(shapes_of(fitted.module))
     load_weights(fitted.module, weights, source=checkpoint.source)

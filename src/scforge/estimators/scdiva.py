@@ -37,14 +37,6 @@ _EXPRESSION = "scforge_normalized"
 _UNCERTAINTY = "scforge_uncertainty"
 
 
-def labels_task(objective: Objective) -> Annotation | None:
-    """Return an annotation task for the labels learned in pretraining, or None if no labels were learned."""
-    key, classes = getattr(objective, "labels_key", None), getattr(objective, "labels", None)
-    if key is None or not classes or not getattr(objective, "classification_weight", 0.0):
-        return None
-    return Annotation(labels_key=key, classes=classes)
-
-
 def batch_numbers(objective: Objective, transform_batch: str | Sequence[str] | None) -> list[int] | None:
     """Return the codes of named batches, or None if `transform_batch` is None."""
     if transform_batch is None:
@@ -72,12 +64,6 @@ class _OwnHead(nn.Module):
     def forward(self, embeddings: torch.Tensor, batch: Any) -> torch.Tensor:
         """Return class logits, shape (B, T)."""
         return self.classify(embeddings)
-
-
-def _scale_of(library_size: float | str) -> float | None:
-    if library_size == "log1p":
-        return None
-    return check_positive("library_size", library_size, hint="pass e.g. 1e4, or 'log1p'") / TARGET_SUM
 
 
 class ScDiVa(Encoder):
@@ -369,7 +355,9 @@ class ScDiVa(Encoder):
                 "reconstruction_weight."
             )
         self._check_follows("predicted expression")
-        scale = _scale_of(library_size)
+        scale = None
+        if library_size != "log1p":
+            scale = check_positive("library_size", library_size, hint="pass e.g. 1e4, or 'log1p'") / TARGET_SUM
         numbers = gene_numbers(self, self.vocab.genes if gene_list is None else gene_list, source=adata)
         batches = batch_numbers(self.fitted.pretraining, transform_batch)
         source, cells = ready_cells(self, adata, "the expression that it decodes is")
@@ -392,7 +380,11 @@ class ScDiVa(Encoder):
     @property
     def own_task(self) -> Task | None:
         """The annotation task if the model learned labels in pretraining, or None."""
-        return None if self.spec.tuning is not None else labels_task(self.fitted.pretraining)
+        objective: Any = self.fitted.pretraining
+        key, classes = getattr(objective, "labels_key", None), getattr(objective, "labels", None)
+        if self.spec.tuning is not None or key is None or not classes:
+            return None
+        return Annotation(labels_key=key, classes=classes) if getattr(objective, "classification_weight", 0.0) else None
 
     @property
     def _trains_latent(self) -> bool:

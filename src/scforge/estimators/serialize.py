@@ -11,29 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors.torch import save_file
 from torch import nn
 
-from scforge._io import atomic_folder, parsed, read_json, read_settled, sha256_of, sha256_of_json
+from scforge._io import parsed, read_json, read_settled, sha256_of, sha256_of_json
 from scforge._version import __version__
 from scforge.data.paths import is_url
-from scforge.data.readers import write_h5ad
-from scforge.data.sources import read_h5ad
 from scforge.data.vocab import GeneVocab
-from scforge.errors import MissingFileError, ModelFileError, ScforgeError, first_line, listing, warn
+from scforge.errors import MissingFileError, ModelFileError, ScforgeError, first_line, listing
 from scforge.estimators.spec import ModelSpec
 from scforge.finetuning.adapters import is_adapter
-from scforge.finetuning.held_out import HeldOutRegistry
-from scforge.finetuning.reference import read_reference, write_reference
-from scforge.foreign.base import Foreign
-from scforge.hub.finding import REFERENCE
 from scforge.models._utils import without_weights
 from scforge.models._weights import PICKLES, read_weights, refuse_not_finite
 
 if TYPE_CHECKING:
-    from anndata import AnnData
-
-    from scforge.data.cells import CellSource
+    pass
 
 FORMAT = 2
 MODEL, ADAPTER = "model", "adapter"
@@ -46,9 +37,7 @@ LANDMARKS, LABELED, BASE, CORRECTION = (f"{_OWN}{name}" for name in ("landmarks"
 _NUMBER = "$number"
 """Key for a number that JSON cannot represent, e.g. ``{"$number": "nan"}``."""
 
-_CONFIG, _VOCAB, _WEIGHTS, _CARD = "config.json", "vocab.json", "model.safetensors", "README.md"
-
-_SPLIT, ADATA = "split.safetensors", "adata.h5ad"
+CONFIG, VOCAB, WEIGHTS, ADATA = "config.json", "vocab.json", "model.safetensors", "adata.h5ad"
 
 
 class _Part(BaseModel):
@@ -144,7 +133,7 @@ def _decoded(value: Any) -> Any:
 type Shapes = Mapping[str, tuple[int, ...]]
 
 
-def _read_spec(content: Mapping[str, Any], vocab: GeneVocab, prefix: str) -> tuple[ModelSpec, nn.Module | None]:
+def read_spec(content: Mapping[str, Any], vocab: GeneVocab, prefix: str) -> tuple[ModelSpec, nn.Module | None]:
     """Return a specification and its module on the meta device, or None if the constructor computes with weights."""
     spec = None
     try:
@@ -163,19 +152,6 @@ def _read_spec(content: Mapping[str, Any], vocab: GeneVocab, prefix: str) -> tup
 def shapes_of(module: nn.Module) -> Shapes:
     """Return a mapping from name to shape for the weights of a module."""
     return {name: tuple(value.shape) for name, value in module.state_dict().items()}
-
-
-def spec_of_checkpoint(checkpoint: Foreign) -> tuple[ModelSpec, Shapes | None]:
-    """Return the specification of a checkpoint, and its weight shapes, or None if they depend on the weights.
-
-    Raises
-    ------
-    ModelFileError, OptionError
-        If the config describes a model that cannot be created.
-    """
-    parts = {name: getattr(checkpoint, name) for name in ("architecture", "tokenizer", "objective")}
-    spec, module = _read_spec(parts, checkpoint.vocab, f"the config of {checkpoint.source!r}")
-    return spec, None if module is None else shapes_of(module)
 
 
 def part_of(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
@@ -227,60 +203,6 @@ def load_weights(
         raise ModelFileError(f"the weights in {source!r} do not match the architecture in its config: {problem}.")
 
 
-def write_folder(
-    path: str | os.PathLike[str],
-    weights: Mapping[str, torch.Tensor],
-    *,
-    vocab: GeneVocab,
-    content: dict[str, Any],
-    card: str,
-    overwrite: bool,
-    seen: HeldOutRegistry | None,
-    reference: CellSource | None = None,
-    adata: AnnData | None = None,
-    extra: Any = None,
-) -> None:
-    """Write a model folder completely or not at all.
-
-    Parameters
-    ----------
-    path
-        Folder to create.
-    weights, vocab
-        Weights and vocabulary.
-    content
-        JSON-safe description of the model.
-    card
-        Text of the model card.
-    overwrite
-        Whether to replace the model in an existing folder.
-    seen
-        The cells used for fine-tuning.
-    reference
-        Labeled cells to save with the model.
-    adata
-        Training data to save with the model.
-    extra
-        A function that is called with the temporary folder to write additional files.
-    """
-    with atomic_folder(path, overwrite=overwrite) as folder:
-        tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
-        save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
-        vocab.save(folder / _VOCAB)
-        (folder / _CARD).write_text(card, encoding="utf-8")
-        if seen is not None:
-            seen.save(folder)
-        if adata is not None:
-            write_h5ad(folder / ADATA, adata)
-        if reference is not None:
-            write_reference(reference, folder)
-        names = (_WEIGHTS, _VOCAB, ADATA, REFERENCE)
-        sums = {name: sha256_of(folder / name) for name in names if (folder / name).exists()}
-        (folder / _CONFIG).write_text(sealed({**content, "sha256": sums}), encoding="utf-8")
-        if extra is not None:
-            extra(folder)
-
-
 class StoredModel(NamedTuple):
     """The content of a model folder, see :func:`read_folder`."""
 
@@ -310,46 +232,22 @@ def read_folder(path: str | os.PathLike[str]) -> StoredModel:
     return read_settled(path, _read)
 
 
-def read_adata(path: str | os.PathLike[str], config: Mapping[str, Any]) -> AnnData | None:
-    """Read the training data that were saved with a model, or return None if no data were saved."""
-    file = Path(path) / ADATA
-    if ADATA not in config["sha256"]:
-        return None
-    if not file.exists():
-        warn(
-            f"The cells saved with the model are missing: {str(file)!r} does not exist (push and pull do not copy "
-            "cells)."
-        )
-        return None
-    check_sum(file, config["sha256"][ADATA])
-    return read_h5ad([str(file)])
-
-
-def read_saved_reference(folder: Path, config: Mapping[str, Any], vocab: GeneVocab) -> CellSource | None:
-    """Read the reference cells of a model, or return None if there are none; pushes leave them out."""
-    file = folder / REFERENCE
-    if REFERENCE not in config["sha256"] or not file.exists():
-        return None
-    check_sum(file, config["sha256"][REFERENCE])
-    return read_reference(file, vocab)
-
-
 def _read(folder: Path) -> StoredModel:
     if not folder.is_dir():
         what = "is a file, not a model folder" if folder.is_file() else "does not exist"
         raise MissingFileError(f"{what}; pass a folder written by model.save().", dir_path=str(folder))
-    if missing := [name for name in (_CONFIG, _VOCAB, _WEIGHTS) if not (folder / name).is_file()]:
+    if missing := [name for name in (CONFIG, VOCAB, WEIGHTS) if not (folder / name).is_file()]:
         pickles = sorted(part.name for part in folder.iterdir() if part.suffix in PICKLES)
         there = f" (pickle files are never opened: {listing(pickles, most=3)})" if pickles else ""
         raise ModelFileError(
             f"the model folder {str(folder)!r} does not contain {listing(missing)}{there}; save the model again."
         )
-    content = read_description(MODEL, folder / _CONFIG)
-    weights = read_weights(folder / _WEIGHTS)
-    for name in (_VOCAB, _WEIGHTS):
+    content = read_description(MODEL, folder / CONFIG)
+    weights = read_weights(folder / WEIGHTS)
+    for name in (VOCAB, WEIGHTS):
         check_sum(folder / name, content["sha256"].get(name))
-    vocab = GeneVocab.from_file(folder / _VOCAB)
-    spec, module = _read_spec(content, vocab, f"the config in {str(folder)!r}")
+    vocab = GeneVocab.from_file(folder / VOCAB)
+    spec, module = read_spec(content, vocab, f"the config in {str(folder)!r}")
     if module is not None:
         load_weights(module, weights, source=str(folder), assign=True)
     return StoredModel(content, spec, weights, is_checked=module is not None)

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pandas as pd
-import torch
 from anndata import AnnData
 from mudata import MuData
-from scvi.data._constants import _MANAGER_UUID_KEY, _SCVI_UUID_KEY
 from scvi.data.fields import CategoricalObsField, LayerField
 
-from scforge._checks import check_choice, check_known
+from scforge._checks import check_known
 from scforge._columns import codes_among, labels_of, text_of, texts_of
 from scforge._constants import AUTO_KEY, UNS_KEY
 from scforge.data.cells import Cells
-from scforge.data.checks import check_adata, counts_of, gene_names, warn_if_transformed
+from scforge.data.checks import counts_of, gene_names, warn_if_transformed
 from scforge.data.readers import check_modality, shared_columns
 from scforge.errors import DataError, OptionError
 from scforge.models.registry import MODELS
@@ -59,14 +57,10 @@ class GeneField(LayerField):
         super().__init__(registry_key, layer, is_count_data=False, correct_data_format=False)
         self.gene_key = gene_key
 
-    def validate_field(self, adata: AnnData) -> None:
-        """Raise a DataError if values are not counts or gene names are missing, and warn if counts look transformed."""
+    def register_field(self, adata: AnnData) -> dict[str, Any]:
+        """Register the field. Raises a DataError if values are not counts or gene names are missing."""
         warn_if_transformed(counts_of(adata, self.attr_key), self.attr_key)
         gene_names(adata, self.gene_key)
-
-    def register_field(self, adata: AnnData) -> dict[str, Any]:
-        """Register the field."""
-        self.validate_field(adata)
         return {self.N_OBS_KEY: adata.n_obs, self.N_VARS_KEY: adata.n_vars, self.GENE_KEY: self.gene_key}
 
     def transfer_field(self, state_registry: dict[str, Any], adata_target: AnnData, **kwargs: Any) -> dict[str, Any]:
@@ -116,17 +110,6 @@ class ObsField(CategoricalObsField):
         return self.register_field(adata_target, state_registry[self.CATEGORICAL_MAPPING_KEY])
 
 
-def check_setup_keys(adata: AnnData, setup: dict[str, Any], front: str) -> None:
-    """Raise a DataError if an AnnData without setup lacks the layer or gene column of the training data.
-
-    `front` is the name of the model class for the message.
-    """
-    fix = f"the training data contain it; if adata stores it under another name, call {front}.setup_anndata(adata, ...)"
-    for argument, table, where in (("layer", adata.layers, "adata.layers"), ("gene_key", adata.var, "adata.var")):
-        if setup[argument] is not None:
-            check_known(argument, setup[argument], table, where, fix=fix)
-
-
 def shared(mdata: MuData, modality: str) -> Any:
     """Return the obs columns shared by all modalities, for the cells of one modality."""
     adata = mdata.mod[modality]
@@ -159,36 +142,6 @@ def setup_of(cls: Any, source: Any) -> dict[str, Any]:
     except ValueError:  # a copy of an AnnData that was set up
         return {}
     return {} if manager is None else dict(manager.registry["setup_args"])
-
-
-def require_setup(cls: Any, adata: AnnData | None) -> None:
-    """Raise an error if an AnnData is missing or not set up."""
-    check_adata(adata)
-    assert adata is not None
-    try:
-        cls._get_most_recent_anndata_manager(adata, required=True)
-    except ValueError as error:
-        is_copy = adata.uns.get(_SCVI_UUID_KEY) in cls._setup_adata_manager_store
-        why = ", because it is a copy of an AnnData that was set up" if is_copy else ""
-        raise OptionError(
-            f"is not set up{why}; call {cls.__name__}.setup_anndata(adata) first.", argument="adata"
-        ) from error
-
-
-def forget_copied_ids(cls: Any, adata: AnnData) -> None:
-    """Remove the ids of scvi-tools from a copy, also one read from a file, which would replace the original."""
-    managers = (kind._setup_adata_manager_store.get(adata.uns.get(_SCVI_UUID_KEY)) for kind in _family(cls))
-    known = [manager.adata for manager in managers if manager is not None]
-    if known and all(other is not adata for other in known):
-        for key in (_SCVI_UUID_KEY, _MANAGER_UUID_KEY):
-            adata.uns.pop(key, None)
-
-
-def _family(cls: Any) -> Iterator[Any]:
-    """Return a model class and its subclasses; each keeps a separate record of its AnnData objects."""
-    yield cls
-    for other in cls.__subclasses__():
-        yield from _family(other)
 
 
 def adata_of(cls: Any, data: Any, modality: str | None = None) -> Any:
@@ -292,20 +245,6 @@ def bare_registry(model: str, setup: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def datamodule_registry(
-    model: str, adata: Any, data: CellDataModule, registry: dict[str, Any] | None
-) -> dict[str, Any]:
-    """Return the given registry, or a new registry with the columns of a data module."""
-    if adata is not None:
-        raise OptionError("and datamodule both contain cells; pass only one of the two.", argument="adata")
-    if not isinstance(data, CellDataModule):
-        raise OptionError(
-            f"is of type {type(data).__name__!r}; pass a scforge.training.CellDataModule.", argument="datamodule"
-        )
-    setup = {"layer": None, "gene_key": None, "batch_key": data.batch_key, "labels_key": data.labels_key}
-    return bare_registry(model, setup) if registry is None else registry
-
-
 def class_named(name: str) -> Any:
     """Return the model class of this name, or None if it does not exist.
 
@@ -329,27 +268,3 @@ def class_of_architecture(architecture: str | None) -> Any:
     return class_named(
         "Encoder" if architecture is None else getattr(MODELS.get(architecture), "model_class", "Encoder")
     )
-
-
-def class_in_place_of(cls: Any, name: str, architecture: str) -> Any:
-    """Return the class that ``cls.load`` creates from a folder of the class `name`.
-
-    This is the folder's class if it is a subclass of `cls`, or `cls` if it is a subclass of the folder's class and
-    matches the architecture. Otherwise, returns None.
-    """
-    if name == cls.__name__:
-        return cls
-    made_by = class_named(name)
-    if made_by is not None and issubclass(made_by, cls):
-        return made_by
-    special = class_of_architecture(architecture)
-    return cls if made_by is not None and issubclass(special, cls) and issubclass(cls, made_by) else None
-
-
-def device_of(accelerator: str, device: Any) -> Any:
-    """Return the device for scvi-tools' arguments `accelerator` and `device`."""
-    if accelerator == "auto":
-        accelerator = "gpu" if torch.cuda.is_available() else "cpu"
-    kinds = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps"}
-    kind = kinds[check_choice("accelerator", accelerator, kinds)]
-    return f"{kind}:{device}" if isinstance(device, int) and kind != "cpu" else kind

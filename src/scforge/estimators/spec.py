@@ -46,7 +46,6 @@ from scforge.training.objectives.base import Objective, get_objective
 if TYPE_CHECKING:
     from anndata import AnnData
 
-    from scforge.data.cells import Cells
     from scforge.training.datamodule import CellDataModule
 
 logger = logging.getLogger("scforge")
@@ -346,7 +345,8 @@ class ModelSpec:
         for option, value in set_options.items():
             _settle(options, option, value, f"the objective {objective[0]!r} requires {value!r}")
         value_loss = options.get("value_loss", getattr(parameters.get("value_loss"), "default", None))
-        _check_counts(value_loss, name, made_tokenizer, made_objective)
+        if value_loss in COUNT_LOSSES:
+            _check_counts(value_loss, name, made_tokenizer, made_objective)
         head = None
         if "expression_head" in parameters:
             head = options.get("expression_head", parameters["expression_head"].default)
@@ -427,17 +427,13 @@ class ModelSpec:
     def build_untrained(self) -> tuple[nn.Module, Tokenizer]:
         """Create the pretraining module with random weights, and the tokenizer."""
         spec = replace(self, tuning=None)
-        tokenizer = spec.build_tokenizer()
+        tokenizer = get_tokenizer(spec.tokenizer, spec.vocab, **spec.tokenizer_options)
         vectors = tokenizer.gene_vectors()
         if vectors is None and spec.model_options.get("gene_vectors") is not None:
             raise OptionError("only the trained gene vectors of this model are saved, not the initial ones.")
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             return spec.build_module(vectors).eval(), tokenizer
-
-    def build_tokenizer(self) -> Tokenizer:
-        """Create the tokenizer."""
-        return get_tokenizer(self.tokenizer, self.vocab, **self.tokenizer_options)
 
     def build_objective(self) -> Objective:
         """Create the objective, or the task of a fine-tuned model."""
@@ -460,10 +456,8 @@ class ModelSpec:
         return parts if self.tuning is None else {**parts, "tuning": self.tuning.to_json()}
 
 
-def _check_counts(value_loss: str | None, name: str, tokenizer: Tokenizer, objective: Objective) -> None:
+def _check_counts(value_loss: str, name: str, tokenizer: Tokenizer, objective: Objective) -> None:
     """Raise an OptionError if a count loss is used for other values, or a zero-truncated loss for zeros."""
-    if value_loss not in COUNT_LOSSES:
-        return
     if not tokenizer.gives_counts:
         raise OptionError(
             f"requires counts, which the tokenizer {name!r} does not provide; "
@@ -502,13 +496,6 @@ def _check_expression_head(
         raise OptionError(f"{of} requires a head that predicts values; pass expression_head={fitting}.")
 
 
-def needed_statistics(tokenizer: str, options: dict[str, Any]) -> frozenset[str]:
-    """Return the vocabulary fields that a tokenizer with these options needs for each gene."""
-    cls = TOKENIZERS.get(tokenizer)
-    medians = cls.needs_medians and options.get("use_medians", True)
-    return frozenset(name for name, needed in (("medians", medians), ("entropies", cls.needs_entropies)) if needed)
-
-
 def n_top_genes_of(vocab: str | GeneVocab, n_default: int | None) -> int | None:
     """Return the default number of highly variable genes, or None to keep all genes of a list."""
     if vocab != FROM_DATA and open_vocab(vocab).chosen_from_data:
@@ -522,7 +509,7 @@ def vocab_of_adata(
     vocab: str | GeneVocab,
     n_top_genes: int | None,
     *,
-    needed: frozenset[str],
+    tokenizer: tuple[str, dict[str, Any]],
     keep_genes: Sequence[str] = (),
     reports: bool = True,
 ) -> tuple[GeneVocab, bool]:
@@ -561,7 +548,7 @@ def vocab_of_adata(
         )
     elif len(keep_genes):
         kept_genes(keep_genes, made, "the vocabulary")
-    made = _with_statistics(made, needed, lambda: open_cells(adata, made, layer=layer, gene_key=key))
+    made = _with_statistics(made, tokenizer, lambda: open_cells(adata, made, layer=layer, gene_key=key))
     return made, bool(lacking.any())
 
 
@@ -570,7 +557,7 @@ def vocab_of_cells(
     vocab: str | GeneVocab,
     n_top_genes: int | None,
     *,
-    needed: frozenset[str],
+    tokenizer: tuple[str, dict[str, Any]],
     keep_genes: Sequence[str] = (),
     reports: bool = True,
 ) -> tuple[GeneVocab, bool]:
@@ -583,7 +570,11 @@ def vocab_of_cells(
         raise OptionError("the cells of datamodule have no vocabulary; open the cells with scforge.data.open_cells.")
     chooses = vocab == FROM_DATA or n_top_genes is not None
     lacking = np.zeros(made.n_genes, dtype=bool)
-    if (columns := _batches_of(cells, data.batch_key)) and (chooses or reports):
+    columns = {} if data.batch_key is None else {data.batch_key: cells.column(data.batch_key)}
+    sources = cells.sources() if isinstance(cells, StoreCells) else getattr(cells, "obs", {}).get(SOURCE)
+    if sources is not None:
+        columns[SOURCE] = sources
+    if columns and (chooses or reports):
         rows = choose_chunks(len(cells), _CELLS_OF_BATCHES, cells.chunk_size, rows=data.train_rows, seed=data.seed)
         some = cells.sample(len(rows), rows=rows)
         columns = {name: column.iloc[rows] for name, column in columns.items()}
@@ -600,18 +591,9 @@ def vocab_of_cells(
         made = variable_genes(some, n_top_genes, batch_key=data.batch_key, keep_genes=keep_genes)
     elif len(keep_genes):
         kept_genes(keep_genes, made, "the cells")
-
-    def sampled() -> Any:
-        return cells.with_vocab(made).sample(SAMPLED_CELLS, rows=data.train_rows, seed=data.seed)
-
-    return _with_statistics(made, needed, sampled), bool(lacking.any())
-
-
-def _batches_of(cells: Cells, batch_key: str | None) -> dict[str, pd.Series]:
-    """Return the columns with the batch and with the source of each cell, as far as there are several."""
-    columns = {} if batch_key is None else {batch_key: cells.column(batch_key)}
-    sources = cells.sources() if isinstance(cells, StoreCells) else getattr(cells, "obs", {}).get(SOURCE)
-    return columns if sources is None else {**columns, SOURCE: sources}
+    some_of = {"rows": data.train_rows, "seed": data.seed}
+    made = _with_statistics(made, tokenizer, lambda: cells.with_vocab(made).sample(SAMPLED_CELLS, **some_of))
+    return made, bool(lacking.any())
 
 
 def _lacking(
@@ -644,12 +626,16 @@ def _lacking(
     return found if leaves_out else np.zeros_like(found)
 
 
-def _with_statistics(vocab: GeneVocab, needed: frozenset[str], measured_on: Callable[[], Any]) -> GeneVocab:
-    """Return the vocabulary with the needed gene statistics, which are computed from cells if missing."""
-    missing = [name for name in needed if getattr(vocab, name) is None]
-    cells: Any = measured_on() if missing else None
-    if "medians" in missing:
+def _with_statistics(
+    vocab: GeneVocab, tokenizer: tuple[str, dict[str, Any]], measured_on: Callable[[], Any]
+) -> GeneVocab:
+    """Return the vocabulary with the gene statistics that a tokenizer needs, computed from cells if missing."""
+    cls = TOKENIZERS.get(tokenizer[0])
+    needs_medians = cls.needs_medians and tokenizer[1].get("use_medians", True) and vocab.medians is None
+    needs_entropies = cls.needs_entropies and vocab.entropies is None
+    cells: Any = measured_on() if needs_medians or needs_entropies else None
+    if needs_medians:
         vocab = vocab.with_medians(gene_medians(cells.counts, cells.totals))
-    if "entropies" in missing:
+    if needs_entropies:
         vocab = vocab.with_entropies(gene_entropies(cells))
     return vocab

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,10 +88,10 @@ type _Found = tuple[Path, dict[str, Any], StoredModel]
 """The folder of a checkpoint, its training state, and the content of its model."""
 
 
-def train_options(
-    given: Mapping[str, Any], options: Mapping[str, Any], plan_kwargs: Mapping[str, Any] | None
-) -> TrainOptions:
-    """Return the options of a training run, from the arguments of ``Encoder.train`` and additional options."""
+def train(
+    model: Model, given: Mapping[str, Any], options: Mapping[str, Any], plan_kwargs: Mapping[str, Any] | None
+) -> None:
+    """Train a model with the arguments of :meth:`scforge.models.Encoder.train` and additional options."""
     further = dict(options)
     if "enable_progress_bar" in further:  # as scvi-tools and its autotune call it
         given = {**given, "progress_bar": further.pop("enable_progress_bar")}
@@ -104,11 +105,7 @@ def train_options(
     own = TrainOptions.names()
     of_trainer = set(inspect.signature(lightning.Trainer).parameters) - set(_OF_OTHERS) - set(own)
     check_options("training option", "train", sorted(further.keys() - of_trainer), own, _OF_OTHERS)
-    return TrainOptions.from_arguments({**given, **further})
-
-
-def train(model: Model, how: TrainOptions) -> None:
-    """Train a model, see :meth:`scforge.models.Encoder.train`."""
+    how = TrainOptions.from_arguments({**given, **further})
     fitted = model.fitted
     check_filled(fitted.module)
     objective = fitted.spec.build_objective()  # learns of the cells, unlike that of the model, and is dropped
@@ -118,23 +115,40 @@ def train(model: Model, how: TrainOptions) -> None:
         # The schedule has ended; at its peak again, the head would first lose what it has learned.
         of_plan |= {"lr": _CONTINUED * objective.defaults.lr, "schedule": "constant"}
     plan = TrainingPlan(fitted.module, objective, **of_plan)
+    is_tuned = fitted.spec.tuning is not None
     try:
         _run(model, data, plan, how)
     except (NotFiniteError, SavingError):
-        calibrate(fitted, data, after_failure=True)  # the model keeps the best weights so far
+        if is_tuned:
+            calibrate(fitted, data, after_failure=True)  # the model keeps the best weights so far
         raise
-    calibrate(fitted, data)
-    _keep_labeled(fitted, data)
+    if is_tuned:
+        calibrate(fitted, data)
+        _keep_labeled(fitted, data)
 
 
 def training_data(model: Model, objective: Objective, how: TrainOptions) -> CellDataModule:
     """Return the data module to train on, bound to the tokenizer and objective of the model."""
     fitted, own, given = model.fitted, model.datamodule, how.datamodule
-    options = {name: getattr(how, name) for name in _OF_DATAMODULE}
+    options: dict[str, Any] = {name: getattr(how, name) for name in _OF_DATAMODULE}
     options = {name: value for name, value in options.items() if value not in (None, _AUTO)}
     data = own if given is None else given
     if data is None:
-        data = _own_data(model, options)
+        if model.adata is None:
+            raise OptionError("the model was loaded without adata; pass adata to Encoder.load, or datamodule to train.")
+        cells = model.open_cells(model.adata)
+        columns: dict[str, Any] = {key: fitted.setup.get(key) for key in ("batch_key", "labels_key")}
+        if fitted.spec.tuning is not None:  # split as in its fine-tuning
+            if "validation_size" in options:
+                problem = "was set by finetune and cannot be changed; omit validation_size."
+                raise OptionError(problem, argument="validation_size")
+            if (split := fitted.split_of(cells)) is None:
+                raise DataError(
+                    "the cells are not exactly the cells used for fine-tuning; call finetune(adata=...) to fine-tune "
+                    "on these cells."
+                )
+            columns |= {"train_rows": split.train, "validation_rows": split.validation}
+        data = CellDataModule(cells, seed=fitted.seed, **columns, **options)
     elif options and model.query_cells is not None and "validation_size" not in options:
         options |= {"train_rows": data.train_rows, "validation_rows": data.validation_rows}
         data = CellDataModule(data.cells, seed=fitted.seed, **options)
@@ -153,38 +167,16 @@ def training_data(model: Model, objective: Objective, how: TrainOptions) -> Cell
                 argument="datamodule",
             )
         if isinstance(objective, Task) and objective.learns_labels:
-            fitted.seen = fitted.seen.with_learned(marks.take(learned))
+            fitted.seen = replace(fitted.seen, learned=fitted.seen.learned.union(marks.take(learned)))
     objective.learn_from(fitted.module)
     data.bind(fitted.tokenizer, objective, first_epoch=fitted.n_epochs, cells=model.open_cells(data.cells))
     return data
 
 
-def _own_data(model: Model, options: dict[str, Any]) -> CellDataModule:
-    """Return a data module with the cells of the AnnData of a model, split as in its fine-tuning, if any."""
-    if model.adata is None:
-        raise OptionError("the model was loaded without adata; pass adata to Encoder.load, or datamodule to train.")
-    fitted, cells = model.fitted, model.open_cells(model.adata)
-    columns: dict[str, Any] = {key: fitted.setup.get(key) for key in ("batch_key", "labels_key")}
-    if fitted.spec.tuning is not None:
-        if "validation_size" in options:
-            raise OptionError(
-                "was set by finetune and cannot be changed; omit validation_size.", argument="validation_size"
-            )
-        split = fitted.split_of(cells)
-        if split is None:
-            raise DataError(
-                "the cells are not exactly the cells used for fine-tuning; call finetune(adata=...) to fine-tune on "
-                "these cells."
-            )
-        columns |= {"train_rows": split.train, "validation_rows": split.validation}
-    return CellDataModule(cells, seed=fitted.seed, **columns, **options)
-
-
 def calibrate(model: FittedModel, data: CellDataModule, *, after_failure: bool = False) -> None:
     """Calibrate the head on validation cells; after failed training, failed calibration only causes a warning."""
-    if model.spec.tuning is None or not len(data.validation_rows) or not model.is_trained:
-        return
-    if is_sharded(model.module):  # the first process alone has the whole model
+    # Of a sharded model, the first process alone has the whole.
+    if not len(data.validation_rows) or not model.is_trained or is_sharded(model.module):
         return
     task: Any = data.objective
     predictor = Predictor(model.module, model.tokenizer, task, data.bound)
@@ -200,14 +192,15 @@ def calibrate(model: FittedModel, data: CellDataModule, *, after_failure: bool =
 def _keep_labeled(model: FittedModel, data: CellDataModule) -> None:
     """Keep labeled training cells to predict the classes of new cells, if the task does."""
     task: Any = data.objective
-    if model.spec.tuning is None or not task.maps_new_cells or is_sharded(model.module):
+    tuning: Any = model.spec.tuning
+    if not task.maps_new_cells or is_sharded(model.module):
         return
     classes = task.read(data.bound.column)[data.train_rows]
     chosen = choose_labeled(classes, seed=model.seed)
     base, rows, obs = model.mapping_base, data.train_rows[chosen], getattr(data.bound, "obs", None)
     embeddings = (base or model).predictor(data.bound, min(data.batch_size or 256, 256)).embedding(rows)
     keys = [data.batch_key, model.setup.get("batch_key"), getattr(model.pretraining, "batch_key", None)]
-    keys += [model.spec.tuning.split.get("split_by")]
+    keys += [tuning.split.get("split_by")]
     key = next((key for key in keys if obs is not None and key in obs), None)
     batches = None
     if obs is not None and key is not None:
@@ -247,14 +240,15 @@ def _run(model: Model, data: CellDataModule, plan: TrainingPlan, how: TrainOptio
                         argument=name,
                         value=value,
                     )
-        found = _found(folder, how.resume, overwrite=how.overwrite)
+        found = None if how.resume is None else _found(folder, how.resume, overwrite=how.overwrite)
         make_free = None
         if folder is not None and rank == 0:
             make_free = _freeing(fitted, folder, found, how.resume, overwrite=how.overwrite)
         saved = {} if found is None else found[1]["settings"]
         device = root_device(how.accelerator, how.devices)
         processes = n_processes(how.accelerator, how.devices, how.num_nodes)
-        stack.enter_context(gradient_checkpointing(fitted.module, how.gradient_checkpointing))
+        if how.gradient_checkpointing is not None:
+            stack.enter_context(gradient_checkpointing(fitted.module, how.gradient_checkpointing))
         if precision == _AUTO and device.type == "cuda":  # the batch size depends on it
             precision = saved.get("precision") or choose_precision(fitted.module, data, device, processes)
         if batch_size == _AUTO:
@@ -299,7 +293,8 @@ def _run(model: Model, data: CellDataModule, plan: TrainingPlan, how: TrainOptio
             done = f"{state['epoch']} epochs, {state['step']} steps"
             is_over = saving.is_over(max_epochs, how.max_steps, patience)
             announce(f"The training in {path} is complete: {done}." if is_over else f"Resuming {path} after {done}.")
-        stack.enter_context(compiled(fitted.module, how.compile))
+        if how.compile:
+            stack.enter_context(compiled(fitted.module, how.compile))
         gpus = range(torch.cuda.device_count()) if device.type == "cuda" else ()
         stack.enter_context(torch.random.fork_rng(devices=gpus))
         # Seeds dropout and the directions of SIGReg, differently for each training run and process.
@@ -345,17 +340,17 @@ def _take_over(model: FittedModel, result: FitResult) -> None:
         model.correction = None
 
 
-def _found(folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, overwrite: bool) -> _Found | None:
-    """Return the checkpoint to resume from, or None if it is not requested or does not exist."""
+def _found(folder: RunFolder | None, resume: str | os.PathLike[str], *, overwrite: bool) -> _Found | None:
+    """Return the checkpoint to resume from, or None if it does not exist."""
     if isinstance(resume, bool):
         raise OptionError("must be 'auto', the folder of a checkpoint, or None.", resume=resume)
-    if resume is not None and overwrite:
+    if overwrite:
         raise OptionError("and overwrite=True contradict each other; keep one of the two.", resume=str(resume))
-    if resume is not None and resume != _AUTO:
-        path = Path(resume)
-        check_state(path, folder)
-        return path, read_state(path), read_folder(path)
-    return folder.latest(read_folder) if folder is not None and resume == _AUTO else None
+    if resume == _AUTO:
+        return None if folder is None else folder.latest(read_folder)
+    path = Path(resume)
+    check_state(path, folder)
+    return path, read_state(path), read_folder(path)
 
 
 def _freeing(

@@ -53,14 +53,8 @@ def lora_options(encoder: nn.Module, lora: bool | Mapping[str, Any]) -> dict[str
     check_positive("lora['alpha']", options["alpha"])
     check_share("lora['dropout']", options["dropout"])
     check_bool("lora['use_dora']", options["use_dora"])
-    options["targets"] = _targets(encoder, options["targets"])
-    return options
-
-
-def _targets(encoder: nn.Module, wanted: Any) -> list[str]:
+    wanted, kind, targets = options["targets"], type(encoder).__name__, []
     linear = [name for name, part in encoder.named_modules() if isinstance(part, nn.Linear)]
-    kind = type(encoder).__name__
-    targets = []
     if wanted is None:
         blocks = [name for name, part in encoder.named_modules() if isinstance(part, TransformerBlock)]
         inside = [name for name in linear if any(name.startswith(f"{block}.") for block in blocks)]
@@ -77,7 +71,8 @@ def _targets(encoder: nn.Module, wanted: Any) -> list[str]:
         raise OptionError(
             f"['targets']={wanted!r} matches no linear layer of {kind}; fine-tune without lora.", argument="lora"
         )
-    return sorted(set(targets), key=linear.index)
+    options["targets"] = sorted(set(targets), key=linear.index)
+    return options
 
 
 def inject_lora(encoder: nn.Module, options: Mapping[str, Any]) -> None:

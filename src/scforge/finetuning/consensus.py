@@ -141,7 +141,7 @@ def consensus(
     genes = shared[most_variable(reference.cells.counts[:, shared], reference.cells.totals, _N_GENES)]
     values = _values(reference.cells, genes)
     groups = np.array_split(np.random.default_rng(seed).permutation(n_query), -(-n_query // _AT_ONCE))
-    heads: _Heads | None = None
+    heads: Any = None  # a _Heads after the first group
     held_out: HeldOut | None = None
     p_values = np.full(n_query, np.nan, dtype=np.float32)
     logs = {name: np.empty((n_query, n_classes)) for name in views}
@@ -172,7 +172,6 @@ def consensus(
             p_values[rows] = held_out.p_values(
                 embeddings[rows], log_probabilities, heads.combined(log_probabilities).argmax(axis=1), neighborhood
             )
-    assert heads is not None
     combined = np.sum([weight * logs[name] for name, weight in heads.weights.items()], axis=0)
     labels = combined.argmax(axis=1)
     agreement = np.mean([of_view.argmax(axis=1) == labels for of_view in logs.values()], axis=0, dtype=np.float32)

@@ -72,7 +72,17 @@ class CellFingerprints:
     @classmethod
     def of(cls, cells: Cells) -> CellFingerprints:
         """Return the fingerprints of cells over the genes of the model."""
-        return cls(fingerprints(cells), _names(cells), np.full(len(cells), _panel(cells), dtype=np.int64))
+        n_cells, obs, measured = len(cells), getattr(cells, "obs", None), cells.measured
+        names = np.full(n_cells, _NO_NAME, dtype=np.int64)
+        if obs is not None and obs.index.dtype.kind not in "iu":
+            texts = (str(name) for name in obs.index)
+            hashes = (_NO_NAME if text.isdecimal() else _hash(text.encode()) for text in texts)
+            names = np.fromiter(hashes, dtype=np.int64, count=n_cells)
+        if measured is None:
+            panel = _ALL_GENES if cells.overlap == 1.0 else _UNKNOWN_GENES
+        else:
+            panel = _ALL_GENES if measured.all() else _hash(np.packbits(measured).tobytes())
+        return cls(fingerprints(cells), names, np.full(n_cells, panel, dtype=np.int64))
 
     @classmethod
     def none(cls) -> CellFingerprints:
@@ -124,21 +134,6 @@ def _hash(content: bytes) -> int:
     return (int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1) or 1
 
 
-def _names(cells: Cells) -> np.ndarray:
-    obs = getattr(cells, "obs", None)
-    if obs is None or obs.index.dtype.kind in "iu":
-        return np.full(len(cells), _NO_NAME, dtype=np.int64)
-    names = (str(name) for name in obs.index)
-    hashes = (_NO_NAME if name.isdecimal() else _hash(name.encode()) for name in names)
-    return np.fromiter(hashes, dtype=np.int64, count=len(cells))
-
-
-def _panel(cells: Cells) -> int:
-    if cells.measured is None:
-        return _ALL_GENES if cells.overlap == 1.0 else _UNKNOWN_GENES
-    return _ALL_GENES if cells.measured.all() else _hash(np.packbits(cells.measured).tobytes())
-
-
 @dataclass(frozen=True)
 class HeldOutRegistry:
     """The cells used for fine-tuning, with their assignment to the parts of the split.
@@ -183,10 +178,6 @@ class HeldOutRegistry:
             parts[marks.among(self.marks.take(getattr(self.rows, part)))] = part
         parts[marks.among(self.learned)] = PARTS[0]
         return parts
-
-    def with_learned(self, marks: CellFingerprints) -> HeldOutRegistry:
-        """Return a copy with additional cells whose labels were learned."""
-        return replace(self, learned=self.learned.union(marks))
 
     def split_of(self, numbers: np.ndarray) -> Split | None:
         """Return the split of cells with these fingerprints, if they are the cells used for fine-tuning, in any order.

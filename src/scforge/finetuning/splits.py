@@ -108,7 +108,19 @@ def split_for(
     if groups is not None:
         texts = texts_of(groups, key=str(groups.name), argument="split_by")
         names = sorted(texts[rows].dropna().unique())
-        _check_groups(str(groups.name), names, n_parts=1 + (test_size > 0) + (validation_size > 0))
+        n_parts = 1 + (test_size > 0) + (validation_size > 0)
+        if len(names) < n_parts:
+            fix = "omit split_by to split by cell"
+            if len(names) == 2:
+                fix = (
+                    "pass validation_size=0 to test on one of them, or as split_key a column of train and validation "
+                    "cells of one group and test cells of the other"
+                )
+            raise DataError(
+                f"has {len(names)} group{'' if len(names) == 1 else 's'} with usable cells "
+                f"({listing(names)}), but training, validation and test sets need {n_parts} groups; {fix}.",
+                split_by=str(groups.name),
+            )
         rest, test = split_cells(n_cells, test_size, seed, groups=groups, rows=rows)
         share = validation_size / (1 - test_size)
         train, validation = split_cells(n_cells, share, seed + 1, groups=groups, rows=rest)
@@ -120,35 +132,15 @@ def split_for(
     parts: dict[str, list[np.ndarray]] = {part: [] for part in PARTS}
     for code in np.unique(codes):
         of_class = generator.permutation(rows[codes == code])
-        n_test, n_validation = _held_out(len(of_class), test_size, validation_size)
+        # At least one cell of each part, if possible.
+        size = len(of_class)
+        n_test = min(max(1, round(size * test_size)) if test_size else 0, size - 1)
+        n_validation = max(1, round(size * validation_size)) if validation_size else 0
+        n_validation = min(n_validation, size - 1 - n_test)
         parts["test"].append(of_class[:n_test])
         parts["validation"].append(of_class[n_test : n_test + n_validation])
         parts["train"].append(of_class[n_test + n_validation :])
     return Split(**{part: np.sort(np.concatenate(chunks)) for part, chunks in parts.items()})
-
-
-def _check_groups(key: str, names: list[str], *, n_parts: int) -> None:
-    """Raise :class:`~scforge.errors.DataError` if there are fewer groups than parts of the split."""
-    if len(names) < n_parts:
-        fix = "omit split_by to split by cell"
-        if len(names) == 2:
-            fix = (
-                "pass validation_size=0 to test on one of them, or as split_key a column of train and validation cells "
-                "of one group and test cells of the other"
-            )
-        raise DataError(
-            f"has {len(names)} group{'' if len(names) == 1 else 's'} with usable cells "
-            f"({listing(names)}), but training, validation and test sets need {n_parts} groups; {fix}.",
-            split_by=key,
-        )
-
-
-def _held_out(n: int, test_size: float, validation_size: float) -> tuple[int, int]:
-    """Return the numbers of test and validation cells among `n` cells of a class, at least one each if possible."""
-    n_test = 0 if not test_size else max(1, round(n * test_size))
-    n_validation = 0 if not validation_size else max(1, round(n * validation_size))
-    n_test = min(n_test, n - 1)
-    return n_test, min(n_validation, n - 1 - n_test)
 
 
 def with_each_in_training(split: Split, has: np.ndarray) -> Split:

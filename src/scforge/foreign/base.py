@@ -222,7 +222,15 @@ class NameMap:
             If a checkpoint weight is neither used nor explicitly left out, or if an scforge weight would remain random
             or has a different shape.
         """
-        used = self._left_out(tensors, where)
+        used: set[str] = set()
+        for line in self.left_out:
+            dropped = [name for name in tensors if _compiled(line.source).fullmatch(name)]
+            other = None if line.same_as is None else tensors.get(line.same_as)
+            if other is not None and any(not torch.equal(tensors[name], other) for name in dropped):
+                raise ModelFileError(
+                    f"{where} has different values for {dropped[0]!r} and {line.same_as!r}; set both to the same value."
+                )
+            used.update(dropped)
         ours: dict[str, torch.Tensor] = {}
         for rule in self.rules:
             for placeholders in rule.found_in(tensors):
@@ -274,19 +282,6 @@ class NameMap:
             parts = rule.transform.split(tensor)
             theirs |= {source.format(**placeholders): part for source, part in zip(rule.sources, parts, strict=True)}
         return theirs
-
-    def _left_out(self, tensors: Mapping[str, torch.Tensor], where: str) -> set[str]:
-        """Return the names of the weights that are left out."""
-        names: set[str] = set()
-        for line in self.left_out:
-            dropped = [name for name in tensors if _compiled(line.source).fullmatch(name)]
-            other = None if line.same_as is None else tensors.get(line.same_as)
-            if other is not None and any(not torch.equal(tensors[name], other) for name in dropped):
-                raise ModelFileError(
-                    f"{where} has different values for {dropped[0]!r} and {line.same_as!r}; set both to the same value."
-                )
-            names.update(dropped)
-        return names
 
     def _find_rule(self, target: str) -> tuple[Rule | None, dict[str, str]]:
         """Return the rule for an scforge weight, and the values of its placeholders."""

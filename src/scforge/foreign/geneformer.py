@@ -36,7 +36,6 @@ from scforge.tokenizers.geneformer import MODEL_INPUT, geneformer_vocab
 
 if TYPE_CHECKING:
     import pandas as pd
-    import torch
 
     type Dictionary = pd.DataFrame | str | os.PathLike[str] | Mapping[str, Any]
 
@@ -153,7 +152,8 @@ class Geneformer:
                 f"{str(where)!r} has vocab_size={config.vocab_size}, but tokens_medians has {len(vocab)} tokens; pass "
                 "the files of this checkpoint."
             )
-        tensors = _prefixed(read_weights(first_file(source, _WEIGHTS, "weights")))
+        tensors = read_weights(first_file(source, _WEIGHTS, "weights"))
+        tensors = {f"bert.{name}" if name.startswith(_BARE) else name: value for name, value in tensors.items()}
         # A masked language model without its head is a corrupted file.
         head = any(name.startswith("cls.") for name in tensors) or _MASKED_LM in (config.architectures or [_MASKED_LM])
         tied, longest, activation = config.tie_word_embeddings, config.max_position_embeddings, config.hidden_act
@@ -198,12 +198,6 @@ class Geneformer:
         )
 
 
-def _prefixed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return weights under the names that they have in a model with a head."""
-    bare = any(name.startswith(_BARE) for name in tensors)
-    return {f"bert.{name}" if bare and name.startswith(_BARE) else name: value for name, value in tensors.items()}
-
-
 class _Config(BaseModel):
     """Fields of a BERT configuration that are read, or that must have a fixed value."""
 
@@ -233,7 +227,15 @@ def _vocab(
     """Return the vocabulary from dictionaries that are passed or found in the folder."""
     if tokens_medians is None or (isinstance(tokens_medians, str | os.PathLike) and Path(tokens_medians).is_dir()):
         folder = source if tokens_medians is None else Path(tokens_medians)
-        paths = _dictionaries_in(folder, version)
+        paths: dict[str, Path] = {}
+        for part in _FOLDERS[version]:  # the published repository has them in subfolders
+            if len(paths) < len(_FILES):
+                paths = {what: path for what, pattern in _FILES.items() if (path := _only(folder / part / pattern))}
+        if len(paths) < len(_FILES):
+            raise MissingFileError(
+                f"the folder {str(folder)!r} must contain exactly one {_FILES['tokens']} and one {_FILES['medians']}; "
+                "pass the two files as tokens_medians."
+            )
         tokens_medians = (paths["tokens"], paths["medians"])
         beside = paths["tokens"].parent
         ensembl_map = _only(beside / "ensembl_mapping_dict*.pkl") if ensembl_map is None else ensembl_map
@@ -244,18 +246,6 @@ def _vocab(
     vocab = geneformer_vocab(tokens_medians, version, _opened(ensembl_map))
     names = _gene_names(_opened(gene_names), set(vocab.genes))
     return replace(vocab, aliases=names | dict(vocab.aliases or {})) if names else vocab
-
-
-def _dictionaries_in(folder: Path, version: str) -> dict[str, Path]:
-    """Return the two dictionary files in a folder, or in the subfolders used by the published repository."""
-    for part in _FOLDERS[version]:
-        paths = {what: path for what, pattern in _FILES.items() if (path := _only(folder / part / pattern))}
-        if len(paths) == len(_FILES):
-            return paths
-    raise MissingFileError(
-        f"the folder {str(folder)!r} must contain exactly one {_FILES['tokens']} and one {_FILES['medians']}; pass the "
-        "two files as tokens_medians."
-    )
 
 
 def _only(pattern: Path) -> Path | None:
@@ -335,7 +325,13 @@ def to_geneformer(model: Any, folder: str | os.PathLike[str], *, overwrite: bool
     with atomic_folder(folder, overwrite=overwrite) as target:
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in theirs.items()}
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-        for name, content in _dictionaries(model.vocab).items():
+        vocab: GeneVocab = model.vocab
+        files: dict[str, dict[str, Any]] = {"token_dictionary.pkl": {name: i for i, name in enumerate(vocab.tokens)}}
+        if vocab.medians is not None:
+            files["gene_median_dictionary.pkl"] = dict(zip(vocab.genes, vocab.medians.tolist(), strict=True))
+        if vocab.aliases is not None:
+            files["ensembl_mapping_dict.pkl"] = dict(vocab.aliases) | {gene: gene for gene in vocab.genes}
+        for name, content in files.items():
             (target / name).write_bytes(pickle.dumps(content, protocol=4))
         sums = {path.name: sha256_of(path) for path in sorted(target.glob("*.pkl"))}
         config = _config(model, options) | {"sha256": sums}
@@ -382,16 +378,3 @@ def _config(model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": options["tie_head"],
         "initializer_range": 0.02,
     }
-
-
-def _dictionaries(vocab: GeneVocab) -> dict[str, dict[str, Any]]:
-    """Return a mapping from file name to dictionary of a vocabulary."""
-    files: dict[str, dict[str, Any]] = {
-        "token_dictionary.pkl": {token: number for number, token in enumerate(vocab.tokens)}
-    }
-    if vocab.medians is not None:
-        files["gene_median_dictionary.pkl"] = dict(zip(vocab.genes, vocab.medians.tolist(), strict=True))
-    if vocab.aliases is not None:
-        own = {gene: gene for gene in vocab.genes}
-        files["ensembl_mapping_dict.pkl"] = dict(vocab.aliases) | own
-    return files

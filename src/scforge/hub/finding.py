@@ -296,15 +296,9 @@ def resolve(
     --------
     >>> resolve("hf://org/light", revision="v1")  # doctest: +SKIP
     """
-    name = name_or_folder_or_repo_id
-    return find_model(
-        name,
-        prefix=f"name={os.fspath(name)!r}",
-        revision=revision,
-        cache_dir=cache_dir,
-        token=token,
-        local_files_only=local_files_only,
-    ).folder
+    access = locals()
+    name = access.pop("name_or_folder_or_repo_id")
+    return find_model(name, prefix=f"name={os.fspath(name)!r}", **access).folder
 
 
 def find_model(

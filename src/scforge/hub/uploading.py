@@ -76,17 +76,8 @@ def upload(
     --------
     >>> upload("my_model", "org/light", private=True)  # doctest: +SKIP
     """
-    url, _ = send_model(
-        Path(folder),
-        repo_id,
-        private=private,
-        token=token,
-        revision=revision,
-        commit_message=commit_message,
-        create_pr=create_pr,
-        reference=reference,
-    )
-    return url
+    arguments = locals() | {"folder": Path(folder)}
+    return send_model(**arguments)[0]
 
 
 def send_model(

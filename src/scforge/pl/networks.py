@@ -141,7 +141,14 @@ def attention_heatmap(
 
     check_known("key", key, adata.varp, "adata.varp", fix="call model.get_attention(adata) first")
     graph = sparse.csr_matrix(adata.varp[key])
-    rows = _choose_genes(adata, genes, graph, n_genes)
+    if genes is None:
+        total = np.asarray(graph.sum(axis=0)).ravel() + np.asarray(graph.sum(axis=1)).ravel()
+        chosen = np.argsort(-total, kind="stable")[:n_genes]
+        rows = np.sort(chosen[total[chosen] > 0])
+    else:
+        for gene in genes:
+            check_known("genes", gene, adata.var_names, "adata.var_names")
+        rows = adata.var_names.get_indexer(list(dict.fromkeys(genes)))
     values = graph[rows][:, rows].toarray().astype(float)
     if not (values > 0).any():
         raise DataError("the graph contains no attention between these genes; choose other genes, or omit genes.")
@@ -171,14 +178,3 @@ def attention_heatmap(
     ax.tick_params(length=0)
     literal(ax)
     return ax
-
-
-def _choose_genes(adata: AnnData, genes: Sequence[str] | None, graph: sparse.csr_matrix, n_genes: int) -> np.ndarray:
-    """Return the column indices of the genes, int64."""
-    if genes is None:
-        total = np.asarray(graph.sum(axis=0)).ravel() + np.asarray(graph.sum(axis=1)).ravel()
-        chosen = np.argsort(-total, kind="stable")[:n_genes]
-        return np.sort(chosen[total[chosen] > 0])
-    for gene in genes:
-        check_known("genes", gene, adata.var_names, "adata.var_names")
-    return adata.var_names.get_indexer(list(dict.fromkeys(genes)))

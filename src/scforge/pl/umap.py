@@ -176,7 +176,24 @@ def integration(
     titles = dict(obsm_keys) if isinstance(obsm_keys, Mapping) else {key: key for key in obsm_keys}
     for key in titles:
         check_known("obsm_keys", key, adata.obsm, "adata.obsm")
-    scores = _totals(adata, list(titles), report, benchmark)
+    scores: dict[str, dict[str, float]] = {}  # totals of each embedding that has any
+    given = adata.uns.get(UNS_KEY, {}).get("report") if report is None else report
+    if given is not None:
+        frame = check_columns("report", given, ())
+        if "metric" in frame:
+            frame = frame[frame["metric"].isin(TOTALS)]
+        table = scores_by_method(frame, benchmark)[0] if len(frame) else pd.DataFrame()
+        table = table[[name for name in TOTALS if name in table]]
+        for key in titles:
+            names = [name for name in (key, key.removeprefix("X_")) if name in table.index]
+            if names:
+                scores[key] = table.loc[names[0]].dropna().to_dict()
+        if report is not None and (table.empty or not scores):
+            raise DataError(
+                f"has no scIB scores of {listing(titles)}; name its rows by these obsm_keys, and score them with "
+                "scforge.eval.Scib.",
+                argument="report",
+            )
     # UMAPs stay in a copy.
     work = AnnData(obs=pd.DataFrame(obs, index=adata.obs_names), obsm={key: adata.obsm[key] for key in titles})
     axes = embeddings(work, titles, color=[batch_key, labels_key], n_neighbors=n_neighbors, seed=seed, axes=axes)
@@ -193,27 +210,6 @@ def integration(
         axes[panel].set_title(f"{title}{total}{batch}", parse_math=False)
         axes[len(titles) + panel].set_title(f"bio conservation {of_key['bio']:.2f}" if "bio" in of_key else "")
     return axes
-
-
-def _totals(adata: AnnData, obsm_keys: list[str], report: Any, benchmark: str | None) -> dict[str, dict[str, float]]:
-    """Return the scIB totals of each embedding that has any, from a report or that in ``uns``."""
-    given = adata.uns.get(UNS_KEY, {}).get("report") if report is None else report
-    if given is None:
-        return {}
-    frame = check_columns("report", given, ())
-    if "metric" in frame:
-        frame = frame[frame["metric"].isin(TOTALS)]
-    scores = scores_by_method(frame, benchmark)[0] if len(frame) else pd.DataFrame()
-    scores = scores[[name for name in TOTALS if name in scores]]
-    both = {key: (key, key.removeprefix("X_")) for key in obsm_keys}
-    row_of = {key: name for key, names in both.items() for name in names[::-1] if name in scores.index}
-    if report is not None and (scores.empty or not row_of):
-        raise DataError(
-            f"has no scIB scores of {listing(obsm_keys)}; name its rows by these obsm_keys, and score them with "
-            "scforge.eval.Scib.",
-            argument="report",
-        )
-    return {key: scores.loc[name].dropna().to_dict() for key, name in row_of.items()}
 
 
 def _colored(adata: AnnData, color: str) -> pd.Series:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
+from scforge._io import atomic_path
 from scforge.data.sources import read_h5ad
 from scforge.estimators.annotation import AnnotationReport, annotate
 from scforge.workflows.models import load_named
@@ -65,17 +65,12 @@ def annotate_to(
     report = annotate(query, known, **options)
     write(path, query if path.suffix == _CELLS else report.labels.rename_axis("cell"), overwrite=overwrite)
     if picture is not None:
-        _draw(query, picture, overwrite=overwrite, key=report.key)
+        import matplotlib.pyplot as plt
+
+        from scforge.pl import annotation
+
+        figure = annotation(query, report.key)[0].figure
+        with atomic_path(picture, overwrite=overwrite, argument="plot") as temporary:
+            figure.savefig(temporary, dpi=110, format="png")
+        plt.close(figure)
     return report
-
-
-def _draw(query: Any, path: Path, *, overwrite: bool, key: str) -> None:
-    import matplotlib.pyplot as plt
-
-    from scforge._io import atomic_path
-    from scforge.pl import annotation
-
-    axes = annotation(query, key)
-    with atomic_path(path, overwrite=overwrite, argument="plot") as temporary:
-        axes[0].figure.savefig(temporary, dpi=110, format="png")
-    plt.close(axes[0].figure)

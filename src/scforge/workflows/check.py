@@ -409,7 +409,15 @@ def _model_of(config: Config) -> tuple[ModelSpec, bool]:
     default = chosen(config)
     tokenizer = named_options("tokenizer", tokenizer_of(config), default.tokenizer)
     objective, options = named_options("objective", objective_of(config), default.objective)
-    vocab, known = _genes(config.data, default.n_top_genes, tokenizer[1])
+    data, n_genes = config.data, config.data.preprocessing.hvg_selection
+    if n_genes is None:
+        n_genes = n_top_genes_of(data.gene_vocab, default.n_top_genes)
+    if data.gene_vocab != FROM_DATA:
+        vocab, known = open_vocab(data.gene_vocab), True
+        vocab = vocab.subset(range(min(n_genes, vocab.n_genes))) if n_genes else vocab
+    else:
+        known, n_names = bool(n_genes), n_genes or max(_UNKNOWN_GENES, tokenizer[1].get("max_len") or 0)
+        vocab = GeneVocab.from_genes([f"gene{number}" for number in range(n_names)])
     if TOKENIZERS.get(tokenizer[0]).needs_medians and vocab.medians is None:
         vocab = vocab.with_medians(np.ones(vocab.n_genes))
     if TOKENIZERS.get(tokenizer[0]).needs_entropies and vocab.entropies is None:
@@ -420,23 +428,11 @@ def _model_of(config: Config) -> tuple[ModelSpec, bool]:
     try:
         return ModelSpec.resolve(default, vocab, tokenizer=tokenizer, **parts)[0], known
     except GeneMismatchError:
-        if config.data.gene_vocab != FROM_DATA:
+        if data.gene_vocab != FROM_DATA:
             raise
     # The genes of a table of vectors cannot be compared with those of cells that are not read.
     plain = {name: value for name, value in tokenizer[1].items() if name != "table"}
     return ModelSpec.resolve(default, vocab, tokenizer=(tokenizer[0], plain), **parts)[0], False
-
-
-def _genes(data: DataConfig, n_default: int | None, tokenizer: dict[str, Any]) -> tuple[GeneVocab, bool]:
-    n_genes = data.preprocessing.hvg_selection
-    if n_genes is None:
-        n_genes = n_top_genes_of(data.gene_vocab, n_default)
-    if data.gene_vocab != FROM_DATA:
-        vocab = open_vocab(data.gene_vocab)
-        return vocab.subset(range(min(n_genes, vocab.n_genes))) if n_genes else vocab, True
-    known = bool(n_genes)
-    n_genes = n_genes or max(_UNKNOWN_GENES, tokenizer.get("max_len") or 0)
-    return GeneVocab.from_genes([f"gene{number}" for number in range(n_genes)]), known
 
 
 def show_config(config: Config) -> str:

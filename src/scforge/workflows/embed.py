@@ -174,11 +174,16 @@ class EmbeddingFiles:
             raise OptionError(f"is {what}; choose another name.", output=self._given)
         if self.is_zarr and not any(output.iterdir()):
             return None
-        mark = _mark_of(output)
-        if mark is None:
+        try:
+            if self.is_zarr:
+                mark = str(read_json(output / "zarr.json")["attributes"][_MARK])
+            else:
+                with h5py.File(output, "r") as file:
+                    mark = str(file.attrs[_MARK])
+        except (OSError, ValueError, KeyError, TypeError):
             raise OptionError(
                 "exists and is not an embedding written by scforge; choose another name.", output=self._given
-            )
+            ) from None
         if others := others_in_store(output) if self.is_zarr else []:
             raise OptionError(
                 f"contains {listing(others)}, which scforge did not write; move it, or choose another name.",
@@ -201,7 +206,8 @@ class EmbeddingFiles:
         OptionError
             If the output contains another embedding, or another embedding was started there.
         """
-        with self._locked():
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        with locked(self._lock):
             # Of several processes the last may come when the others have finished: it must not begin again.
             if self.is_complete(plan) and not (self.overwrite and alone):
                 self._remove()  # of a process killed after its last step
@@ -259,7 +265,7 @@ class EmbeddingFiles:
         copy
             Function that copies further content into the HDF5 file or zarr group of the output.
         """
-        with self._locked():
+        with locked(self._lock):
             if not self.folder.exists() or not all(self.path_of(block).exists() for block in range(n_blocks)):
                 return
             parts = (self._read(block, plan) for block in range(n_blocks))
@@ -283,14 +289,6 @@ class EmbeddingFiles:
     def is_complete(self, plan: dict[str, Any]) -> bool:
         """Return whether the output exists and matches `plan`."""
         return self.mark() == sha256_of_json(plan, sort_keys=True)
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Acquire the lock of the output, and hold it."""
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        # A process that waits for it checks the output next.
-        with locked(self._lock):
-            yield
 
     def _begun(self) -> dict[str, Any] | None:
         """Return the plan in the folder, or None if there is none. Raises an OptionError if the folder is a user's."""
@@ -324,47 +322,25 @@ def _write(
 ) -> None:
     """Write an AnnData as zarr or h5ad, with an embedding that is passed block by block."""
     import zarr
-
-    if path.suffix == ".zarr":
-        root = zarr.open_group(path, mode="w", zarr_format=3)
-        _fill(root, adata, parts, plan, copy)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
-            zarr.consolidate_metadata(root.store)
-    else:
-        with new_h5(path) as file:
-            _fill(file, adata, parts, plan, copy)
-
-
-def _fill(
-    root: Any, adata: AnnData, parts: Iterator[np.ndarray], plan: dict[str, Any], copy: Callable[[Any], None]
-) -> None:
     from anndata.io import write_elem
 
-    write_elem(root, "/", adata)
-    copy(root)
-    n_cells, n_latent = plan["n_cells"], plan["n_latent"]
-    create = root["obsm"].create_dataset if isinstance(root, h5py.File) else root["obsm"].create_array
-    array = create(
-        plan["key"], shape=(n_cells, n_latent), chunks=(min(plan["block_size"], n_cells), n_latent), dtype="f4"
-    )
-    array.attrs.update(_ENCODING)
-    start = 0
-    for part in parts:
-        array[start : start + len(part)] = part
-        start += len(part)
-    root.attrs[_MARK] = sha256_of_json(plan, sort_keys=True)
-
-
-def _mark_of(path: Path) -> str | None:
-    """Return the plan hash stored at a path, or None if there is no such hash."""
-    try:
-        if path.is_dir():
-            return str(read_json(path / "zarr.json")["attributes"][_MARK])
-        with h5py.File(path, "r") as file:
-            return str(file.attrs[_MARK])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    is_zarr, shape = path.suffix == ".zarr", (plan["n_cells"], plan["n_latent"])
+    with contextlib.ExitStack() as stack:
+        root: Any = zarr.open_group(path, mode="w", zarr_format=3) if is_zarr else stack.enter_context(new_h5(path))
+        write_elem(root, "/", adata)
+        copy(root)
+        create = root["obsm"].create_array if is_zarr else root["obsm"].create_dataset
+        array = create(plan["key"], shape=shape, chunks=(min(plan["block_size"], shape[0]), shape[1]), dtype="f4")
+        array.attrs.update(_ENCODING)
+        start = 0
+        for part in parts:
+            array[start : start + len(part)] = part
+            start += len(part)
+        root.attrs[_MARK] = sha256_of_json(plan, sort_keys=True)
+        if is_zarr:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
+            zarr.consolidate_metadata(root.store)
 
 
 def _difference(begun: dict[str, Any], plan: dict[str, Any]) -> str:

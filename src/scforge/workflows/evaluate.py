@@ -186,7 +186,6 @@ def _evaluate_task(
     adata = in_memory(source)
     options.setdefault("intervals", path is not None)
     found = tuned.evaluate(source if adata is None else adata, base=base, **options)
-    assert isinstance(found, pd.DataFrame)
     if path is not None:
         write(path, without_formulas(found), overwrite=overwrite)
     if differences_path is not None:

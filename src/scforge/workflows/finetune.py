@@ -140,9 +140,8 @@ def finetuning_report(result: FinetuningResult, config: Config) -> list[str]:
         Its configuration.
     """
     model, output = result.model, config.output
-    tuning, split = model.spec.tuning, model.fitted.split_of(model.open_cells())
-    assert tuning is not None
-    assert split is not None
+    tuning: Any = model.spec.tuning
+    split: Any = model.fitted.split_of(model.open_cells())
     lines = [str(model).splitlines()[0]]
     classes = tuning.task_options.get("classes")
     lines.append(f"Task:        {tuning.task}" + (f", {len(classes)} classes: {listing(classes)}" if classes else ""))

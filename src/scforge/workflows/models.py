@@ -157,7 +157,14 @@ def push_folder(
     told["metrics"] = None if metrics is None else _table(metrics)
     given = [name for name, value in told.items() if value is not None]
     shared_files(path)
-    card = _card_of_others(path)
+    card = None
+    if (readme := path / "README.md").is_file():
+        try:
+            card = readme.read_text(encoding="utf-8")
+        except ValueError as error:
+            problem = f"{str(readme)!r} is not UTF-8 text ({first_line(error)}); convert or remove it."
+            raise DataError(problem) from error
+        card = None if is_own_card(card) else card  # its own card is generated again
     if card is not None and given:
         raise OptionError(
             f"{prefix} contains a README.md that was written or edited by hand, but {given[0]} (--{given[0]}) requires "
@@ -170,18 +177,6 @@ def push_folder(
     # The name is for others, so it is not a folder here.
     model = Encoder.load(path, base=None if base is None else place_of(base) or base)
     return push_model(model, repo_id, told=told, adapter_only=is_adapter, base=base, card=card, **options)
-
-
-def _card_of_others(folder: Path) -> str | None:
-    """Return the card in a folder, or None if it is missing or was written by scforge."""
-    path = folder / "README.md"
-    if not path.is_file():
-        return None
-    try:
-        text = path.read_text(encoding="utf-8")
-    except ValueError as error:
-        raise DataError(f"{str(path)!r} is not UTF-8 text ({first_line(error)}); convert or remove it.") from error
-    return None if is_own_card(text) else text
 
 
 def pull_folder(

@@ -47,20 +47,13 @@ def placed(config: Config, option: str | None = None) -> Iterator[None]:
     try:
         yield
     except ScforgeError as error:
-        place = _place(config, error.argument) if option is None else config.place_of(option)
-        error.located(place)
+        if option is None and (name := error.argument) is not None:
+            written = config.user_set()
+            holders = [f"{section}.{name}" for section in _SECTIONS if name in written.get(section, {})]
+            is_option = name.partition(".")[0] in type(config).model_fields
+            option = name if is_option else next(iter(holders), _SAID.get(name))
+        error.located("" if option is None else config.place_of(option))
         raise
-
-
-def _place(config: Config, name: str | None) -> str:
-    if name is None:
-        return ""
-    if name.partition(".")[0] in type(config).model_fields:
-        return config.place_of(name)
-    written = config.user_set()
-    holders = [f"{section}.{name}" for section in _SECTIONS if name in written.get(section, {})]
-    option = next(iter(holders), _SAID.get(name))
-    return "" if option is None else config.place_of(option)
 
 
 def check_places(config: Config, *, replaces: bool = False) -> None:
@@ -208,7 +201,11 @@ def finetuning_config(
     if path is None:
         given = {option for option, _ in flags.values()} | {override.partition("=")[0] for override in overrides}
         needed = {"--base-model": "finetune.base_model", "--data": "data.paths", "--task": "finetune.task"}
-        if missing := [flag for flag, option in needed.items() if not any(_names(one, option) for one in given)]:
+        missing = []
+        for flag, option in needed.items():  # options may be set individually or with their section
+            if not any(option == one or option.startswith(f"{one}.") or ALIASES.get(one) == option for one in given):
+                missing.append(flag)
+        if missing:
             raise OptionError(f"scforge finetune requires {' and '.join(missing)}; add them, or --config FILE.")
     config = load_config(path, overrides, flags=flags)
     section = finetune_section(config)
@@ -216,8 +213,3 @@ def finetuning_config(
         first = (config.data.paths or ["census"])[0]
         config.output.checkpoint_dir = f"{stem_of(first)}_{section.task}"
     return config
-
-
-def _names(given: str, option: str) -> bool:
-    """Return whether an override sets an option, individually or with its section."""
-    return option == given or option.startswith(f"{given}.") or ALIASES.get(given) == option

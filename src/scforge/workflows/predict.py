@@ -10,7 +10,6 @@ from anndata import AnnData
 
 from scforge.data.sources import read_h5ad
 from scforge.errors import OptionError
-from scforge.finetuning.base import Task
 from scforge.workflows.embed import chosen_device
 from scforge.workflows.models import load_named
 from scforge.workflows.outputs import output_file
@@ -73,9 +72,8 @@ def predict_to(
             "run scforge embed to embed the cells."
         )
     tuned.to_device(chosen_device(device))
-    task = tuned.own_task or tuned.objective
-    assert isinstance(task, Task)
-    adata = in_memory(source)
+    task: Any = tuned.own_task or tuned.objective
+    adata: Any = in_memory(source)
     if task.makes_cells and path.suffix == _TABLE:
         raise OptionError("is a table, but the task generates cells; choose an h5ad file.", output=str(output))
     if adata is None and path.suffix == _CELLS and not task.makes_cells:
@@ -89,7 +87,6 @@ def predict_to(
         write(path, found, overwrite=overwrite)
         return f"{found.n_obs:,} x {found.n_vars:,} predicted values"
     if path.suffix == _CELLS:
-        assert adata is not None
         write(path, adata, overwrite=overwrite)
     else:
         table = pd.DataFrame(found).rename_axis("cell")

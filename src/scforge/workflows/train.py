@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from anndata import AnnData
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 
 from scforge._constants import OBSM_KEY
 from scforge._io import atomic_path, atomic_write_text, is_unedited, signed
@@ -122,26 +122,6 @@ def embedded_adata(cells: Cells, embedding: np.ndarray, key: str) -> AnnData:
     obs = pd.DataFrame(index=pd.RangeIndex(len(cells))) if obs is None else obs.copy()
     obs.index = pd.Index(cells.names() if isinstance(cells, StoreCells) else obs.index.astype(str))
     return AnnData(obs=obs, obsm={key: embedding})
-
-
-class KeepConfig(Callback):
-    """Callback that writes the configuration next to the checkpoints when training starts, so it can be repeated.
-
-    Parameters
-    ----------
-    config
-        The configuration, including overrides.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self.path = Path(str(config.output.checkpoint_dir)) / CONFIG_FILE
-        header = f"# Resolved configuration, including overrides (scforge {__version__}).\n"
-        self.text = signed(header + dump_config(config))
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Write the configuration in the first process, now that the folder belongs to this training run."""
-        if trainer.is_global_zero:
-            atomic_write_text(self.path, self.text, overwrite=is_unedited(self.path), argument="checkpoint_dir")
 
 
 def training_report(model: Encoder, config: Config) -> list[str]:
@@ -272,7 +252,16 @@ def checked_arguments(config: Config, *, resume: Any, overwrite: bool) -> dict[s
     if resume is not None:
         arguments["resume"] = resume
     if config.output.checkpoint_dir is not None:
-        arguments["callbacks"] = [*arguments["callbacks"], KeepConfig(config)]
+        path = Path(config.output.checkpoint_dir) / CONFIG_FILE
+        header = f"# Resolved configuration, including overrides (scforge {__version__}).\n"
+        text = signed(header + dump_config(config))
+
+        def keep_config(trainer: Any, _: Any) -> None:
+            """Write the configuration in the first process, now that the folder belongs to this training run."""
+            if trainer.is_global_zero:
+                atomic_write_text(path, text, overwrite=is_unedited(path), argument="checkpoint_dir")
+
+        arguments["callbacks"] = [*arguments["callbacks"], LambdaCallback(on_train_start=keep_config)]
         arguments |= {"overwrite": True} if overwrite else {}
     return arguments
 
@@ -308,6 +297,15 @@ def train_arguments(config: Config) -> dict[str, Any]:
         names = ["csv"] if output.loggers is None else output.loggers
         options = {name: getattr(output, name) for name in ("project", "run_name", "wandb_mode")}
         loggers = make_loggers(names, output.log_dir, **options)
+    callbacks: list[Callback] = []
+    if config.eval.benchmarks:
+        from scforge.eval.callback import BenchmarkCallback
+
+        check_benchmarks(config)
+        options = {name: getattr(config.eval, name) for name in ("every_n_epochs", "datasets")}
+        options |= {name: getattr(config.data, name) for name in ("labels_key", "batch_key")}
+        with placed(config, "eval.benchmarks"):
+            callbacks.append(BenchmarkCallback(config.eval.benchmarks, **options))
     return arguments | {
         "optimizer": training.optimizer.name,
         "lr": training.optimizer.lr,
@@ -315,7 +313,7 @@ def train_arguments(config: Config) -> dict[str, Any]:
         "schedule": training.scheduler.name,
         "warmup_steps": training.scheduler.warmup_steps,
         "logger": loggers,
-        "callbacks": _benchmark_callbacks(config),
+        "callbacks": callbacks,
     }
 
 
@@ -339,20 +337,6 @@ def _model(source: AnnData | Cells, config: Config) -> tuple[Encoder, CellDataMo
             return model, make_datamodule(model.open_cells(), config)
         module = make_datamodule(source, config)
         return front(None, *parts, datamodule=module, **options), module
-
-
-def _benchmark_callbacks(config: Config) -> list[Callback]:
-    """Return a list with the callback that runs the benchmarks of a configuration, or an empty list."""
-    section = config.eval
-    if not section.benchmarks:
-        return []
-    from scforge.eval.callback import BenchmarkCallback
-
-    check_benchmarks(config)
-    keys = {"labels_key": config.data.labels_key, "batch_key": config.data.batch_key}
-    with placed(config, "eval.benchmarks"):
-        options: dict[str, Any] = {"every_n_epochs": section.every_n_epochs, "datasets": section.datasets, **keys}
-        return [BenchmarkCallback(section.benchmarks, **options)]
 
 
 def write(path: str | os.PathLike[str], content: AnnData | pd.DataFrame, *, overwrite: bool) -> None:

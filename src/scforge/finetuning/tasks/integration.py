@@ -179,19 +179,6 @@ def negative_binomial(
     return of_cells.mean() if weights is None else (of_cells * weights).sum() / weights.sum().clamp_min(1)
 
 
-def _baselines(task: Integration, context: EvaluationContext) -> dict[str, np.ndarray]:
-    """Embed the scored cells with methods that are fitted on the scored cells and the training cells."""
-    scored, parts = context.rows, [(context.cells, context.rows)]
-    if context.train_cells is not None and context.train_rows is not None:
-        parts.append((context.train_cells, context.train_rows))
-    counts = sparse.vstack([cells.sample(len(rows), rows=rows).counts for cells, rows in parts], format="csr")
-    batches = np.concatenate([np.asarray(task._batches(cells.column), dtype=object)[rows] for cells, rows in parts])
-    names = pd.RangeIndex(len(batches)).astype(str)  # scored and training cells may have the same
-    adata = AnnData(counts, obs=pd.DataFrame({task.batch_key: batches}, index=names))
-    embeddings = embedding_baselines(adata, ("pca", "harmony", "scvi"), batch_key=task.batch_key, seed=context.seed)
-    return {name: embedding[: len(scored)] for name, embedding in embeddings.items()}
-
-
 @register_task("integration")
 class Integration(Task):
     """Remove batch effects from the embedding, without labels.
@@ -419,7 +406,12 @@ class Integration(Task):
             If `correction` is above 0, but the model has no correction or the cells have no batches.
         """
         if correction is None:
-            correction = float(predictor.correct is not None and self._has_batches(predictor.cells))
+            correction = float(predictor.correct is not None)
+            try:
+                _ = self._batches(predictor.cells.column) if correction else None
+            except DataError as error:
+                warn(f"The embedding is not corrected for batches: {str(error).rstrip('.')}; add the column.")
+                correction = 0.0
         elif check_share("correction", correction) and predictor.correct is None:
             raise OptionError(
                 ", but the model has no correction: query models and models whose training was "
@@ -430,15 +422,6 @@ class Integration(Task):
         if adata is not None:
             adata.obsm[key_added or KEY] = embedding
         return embedding
-
-    def _has_batches(self, cells: Cells) -> bool:
-        """Return whether cells have the column of the batches; warn if not, because they are then not corrected."""
-        try:
-            self._batches(cells.column)
-        except DataError as error:
-            warn(f"The embedding is not corrected for batches: {str(error).rstrip('.')}; add the column.")
-            return False
-        return True
 
     def evaluate(self, context: EvaluationContext) -> Evaluated:
         """Score batch correction and biological conservation, with PCA, Harmony, scVI and the frozen embedding.
@@ -471,7 +454,18 @@ class Integration(Task):
         elif context.baselines:
             warn_of_missing_base()
         if context.baselines:
-            methods |= _baselines(self, context)
+            # Fitted on the scored cells and the training cells.
+            parts = [(context.cells, context.rows)]
+            if context.train_cells is not None and context.train_rows is not None:
+                parts.append((context.train_cells, context.train_rows))
+            counts = sparse.vstack([cells.sample(len(rows), rows=rows).counts for cells, rows in parts], format="csr")
+            columns = [np.asarray(self._batches(cells.column), dtype=object)[rows] for cells, rows in parts]
+            batches = np.concatenate(columns)
+            names = pd.RangeIndex(len(batches)).astype(str)  # scored and training cells may have the same
+            adata = AnnData(counts, obs=pd.DataFrame({self.batch_key: batches}, index=names))
+            baselines = ("pca", "harmony", "scvi")
+            embeddings = embedding_baselines(adata, baselines, batch_key=self.batch_key, seed=context.seed)
+            methods |= {name: embedding[: len(context.rows)] for name, embedding in embeddings.items()}
         keys = {"labels_key": self.labels_key, "batch_key": self.batch_key}
         obs = pd.DataFrame({key: context.cells.column(key).iloc[context.rows] for key in keys.values()})
         scores = {name: integration_scores(embedding, obs, **keys) for name, embedding in methods.items()}

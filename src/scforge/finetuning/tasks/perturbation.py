@@ -287,11 +287,11 @@ class Perturbation(Task):
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Measure effects, and keep controls as inputs."""
-        assert cells.vocab is not None
-        self._genes = cells.vocab
+        vocab: Any = cells.vocab
+        self._genes = vocab
         conditions = self.conditions(cells.column)
         self._bound = TrainingEffects(cells, conditions, self._keys, train_rows, weighted=self.delta_loss == "wmse")
-        self._encoded = self.encode_targets([effect.targets for effect in conditions.effects], cells.vocab)
+        self._encoded = self.encode_targets([effect.targets for effect in conditions.effects], vocab)
         features = (self._bound.controls - self._bound.center) @ self._bound.axes.T
         self._contexts = torch.from_numpy(features[conditions.controls - len(conditions.effects)]).float()
 
@@ -391,8 +391,7 @@ class Perturbation(Task):
 
         Arrays are float64, of shape (Q, R), (Q, R) and (R, G).
         """
-        vocab = predictor.cells.vocab
-        assert vocab is not None
+        vocab: Any = predictor.cells.vocab
         encoded = self.encode_targets([effect.targets for effect in effects], vocab)
         head: PerturbationHead = predictor.module.head
         device = head.basis.device
@@ -491,8 +490,7 @@ class Perturbation(Task):
             )
         if n_cells is not None:
             check_count("n_cells", n_cells, "controls")
-        cells = predictor.cells
-        assert cells.vocab is not None
+        cells: Any = predictor.cells
         key, columns = self.perturbation_key, getattr(cells, "obs", None)
         fix = f"if no cell is perturbed, set adata.obs[{key!r}] = {self.control!r}"
         check_known("perturbation_key", key, () if columns is None else columns, "obs", fix=fix)
@@ -542,8 +540,8 @@ class Perturbation(Task):
         basis: np.ndarray,
     ) -> AnnData:
         """Return predicted cells of each effect, from the controls `inputs`."""
-        cells, measured = predictor.cells, _measured_genes(predictor)
-        assert cells.vocab is not None
+        cells: Any = predictor.cells
+        measured = _measured_genes(predictor)
         spread = predictor.module.head.spread.double().cpu().numpy()
         controls = {name: log_expression(cells, rows).toarray().astype(np.float64) for name, rows in inputs.items()}
         var = pd.DataFrame(index=np.array(cells.vocab.genes, dtype=object)[measured])
@@ -639,8 +637,7 @@ class Perturbation(Task):
     ) -> dict[str, np.ndarray]:
         """Return the effects predicted by baselines, shape (Q, G); 0 for genes missing in the training cells."""
         trained = np.flatnonzero(_measured_genes(train))
-        vocab = train.cells.vocab
-        assert vocab is not None
+        vocab: Any = train.cells.vocab
         targets = sorted({target for effect in (*train_effects.effects, *effects) for target in effect.targets})
         # A baseline knows what the training tells of a gene, also where the scored data lack it.
         columns = {int(gene): column for column, gene in enumerate(trained)}
@@ -650,11 +647,19 @@ class Perturbation(Task):
         spread = features.std(axis=0)
         # In units of their spread: the penalty of the linear model is for features of that size.
         features = np.divide(features, spread, out=np.zeros_like(features), where=spread > 0)
+        of_contexts: dict[str, np.ndarray] = {}
+        if self.context_key is not None:
+            # Components of the mean control embedding of each context, from the model before fine-tuning.
+            predictor = context.predictor if context.base is None else context.base
+            means = np.array([predictor.embedding(rows).mean(axis=0) for rows in inputs.values()], dtype=np.float64)
+            left, values, _ = np.linalg.svd(means - means.mean(axis=0), full_matrices=False)
+            scores = (left * values)[:, :N_COMPONENTS]
+            of_contexts = dict(zip(inputs, scores / max(float(scores.std()), 1e-12), strict=True))
         wanted = WantedEffects(
             effects,
             genes={target: columns[index] for target, index in indices.items() if index in columns},
             gene_features={target: features[index] for target, index in indices.items() if index >= 0},
-            context_features=_context_features(context, inputs) if self.context_key is not None else {},
+            context_features=of_contexts,
         )
         predicted = {}
         for name, deltas in baseline_effects(train_effects, wanted, fitted=context.baselines).items():
@@ -664,8 +669,8 @@ class Perturbation(Task):
 
     def _known(self, context: EvaluationContext, train: Predictor, inputs: Mapping[str, np.ndarray]) -> KnownEffects:
         """Measure the effects in the training cells only, over all genes measured in these cells."""
-        assert context.train_rows is not None
-        cells, rows, genes = train.cells, context.train_rows, _measured_genes(train)
+        rows: Any = context.train_rows
+        cells, genes = train.cells, _measured_genes(train)
         conditions = self.conditions(cells.column)
         effects = conditions.effects_in(rows)
         measured, *_ = measured_effects(cells, conditions, effects, rows)
@@ -795,16 +800,5 @@ def _divide_controls(
 
 def _measured_genes(predictor: Predictor) -> np.ndarray:
     """Return which genes were measured in the cells, bool, shape (G,)."""
-    cells = predictor.cells
-    assert cells.vocab is not None
+    cells: Any = predictor.cells
     return np.ones(cells.vocab.n_genes, dtype=bool) if cells.measured is None else cells.measured
-
-
-def _context_features(context: EvaluationContext, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return components of the mean control embedding of each context, from the model before fine-tuning."""
-    predictor = context.predictor if context.base is None else context.base
-    means = np.array([predictor.embedding(rows).mean(axis=0) for rows in inputs.values()], dtype=np.float64)
-    left, values, _ = np.linalg.svd(means - means.mean(axis=0), full_matrices=False)
-    scores = (left * values)[:, :N_COMPONENTS]
-    scale = max(float(scores.std()), 1e-12)
-    return dict(zip(inputs, scores / scale, strict=True))

@@ -73,8 +73,8 @@ class Regression(SupervisedTask):
             raise OptionError(f"and scale={scale!r} must be given together; pass both, or neither.", center=center)
         if isinstance(center, str) or isinstance(scale, str):
             raise OptionError(f"and scale={scale!r} must be numbers.", center=center)
-        self.center = None if center is None else float(center)
-        self.scale = None if scale is None else check_positive("scale", scale)
+        self.center: Any = None if center is None else float(center)
+        self.scale: Any = None if scale is None else check_positive("scale", scale)
 
     def usable(self, column: Column) -> np.ndarray:
         """Return which cells have a number."""
@@ -128,8 +128,6 @@ class Regression(SupervisedTask):
         return PredictionHead(n_latent, 1, **self.head)
 
     def _standardized(self, values: np.ndarray) -> np.ndarray:
-        assert self.center is not None
-        assert self.scale is not None
         return (values - self.center) / self.scale
 
     def fit(self, features: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -167,8 +165,6 @@ class Regression(SupervisedTask):
 
     def estimate(self, predictor: Predictor, rows: np.ndarray | None = None) -> np.ndarray:
         """Return the number of each cell, in the units of the column, float64, shape (N,)."""
-        assert self.center is not None
-        assert self.scale is not None
         return predictor.outputs(rows)[:, 0].astype(np.float64) * self.scale + self.center
 
     def predict(  # type: ignore[override]
