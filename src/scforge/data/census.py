@@ -365,8 +365,7 @@ def best_names(var: pd.DataFrame, vocab: GeneVocab | None) -> str:
     candidates = [name for name in _NAMES if name in columns] or list(columns)
     if not candidates:
         raise DataError(
-            "has no text column with gene names; set gene_key to the column that contains the names.",
-            argument="var",
+            "has no text column with gene names; set gene_key to the column that contains the names.", argument="var"
         )
     if vocab is None:
         return candidates[0]

@@ -81,8 +81,7 @@ def split_cells(
     else:
         if len(names) < 2:
             raise DataError(
-                f"contains only one group, {str(names[0])!r}; use two or more, or split by cell.",
-                argument="groups",
+                f"contains only one group, {str(names[0])!r}; use two or more, or split by cell.", argument="groups"
             )
         held_out = _hold_out(np.bincount(codes), validation_size, seed)
         train, validation = np.flatnonzero(~held_out[codes]), np.flatnonzero(held_out[codes])

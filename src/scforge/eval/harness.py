@@ -453,8 +453,7 @@ def _join_replicates(
             )
         if len({kinds[key] for key in keys}) > 1:
             raise OptionError(
-                f"of {name!r} have different kinds ({listing(keys)}); set one kind for all.",
-                argument="replicates",
+                f"of {name!r} have different kinds ({listing(keys)}); set one kind for all.", argument="replicates"
             )
         merged = Replicates(embeddings.pop(key) for key in keys)
         kinds[name] = [kinds.pop(key) for key in keys][0]

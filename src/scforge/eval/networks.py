@@ -264,8 +264,7 @@ def _chosen(argument: str, names: Sequence[str] | None, available: pd.Index) -> 
     if not (places >= 0).any():
         measured = f"{len(available)} genes ({listing(available, most=3)})"
         raise DataError(
-            f"({listing(asked, most=3)}) has no overlap with the {measured}; use the same gene ids.",
-            argument=argument,
+            f"({listing(asked, most=3)}) has no overlap with the {measured}; use the same gene ids.", argument=argument
         )
     return places[places >= 0]
 

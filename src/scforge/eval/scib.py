@@ -270,8 +270,7 @@ class Scib(Benchmark):
         self.max_cells = max_cells
         if pre_integrated is not None and (batch_key is None or not isinstance(pre_integrated, pd.DataFrame)):
             raise OptionError(
-                "must be a DataFrame with one row per cell, and requires batch_key.",
-                argument="pre_integrated",
+                "must be a DataFrame with one row per cell, and requires batch_key.", argument="pre_integrated"
             )
         self.pre_integrated = pre_integrated
         self.metrics = self._computed()

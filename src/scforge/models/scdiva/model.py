@@ -539,8 +539,7 @@ class ScDiVaModel(Architecture):
         chosen_bs = seen.hidden_value & seen.has_gene
         if bool((chosen_bs & ~states.attended).any()):
             raise OptionError(
-                f"has more than max_tokens={self.max_tokens} values per cell; mask fewer.",
-                argument="masked_values",
+                f"has more than max_tokens={self.max_tokens} values per cell; mask fewer.", argument="masked_values"
             )
         predicted_bs = torch.zeros_like(seen.values)
         predicted_bs[chosen_bs] = self.values_of(states, seen.ids, chosen_bs).to(predicted_bs.dtype)
@@ -552,8 +551,7 @@ class ScDiVaModel(Architecture):
         quantiles = torch.as_tensor(quantiles)
         if self.length_quantiles is None or tuple(quantiles.shape) != (101,):
             raise OptionError(
-                f"has shape {tuple(quantiles.shape)}; pass 101 quantiles if denoising=True.",
-                argument="quantiles",
+                f"has shape {tuple(quantiles.shape)}; pass 101 quantiles if denoising=True.", argument="quantiles"
             )
         self.length_quantiles.copy_(quantiles)
 
