@@ -328,8 +328,14 @@ class EpochPlan:
         self._cells_at: Callable[[int, int], np.ndarray]
         generator = np.random.default_rng([order.seed, epoch, _SEQUENCE])
         if not order.shuffle:
-            fixed = order.fixed_order
-            self._cells_at = np.arange if fixed is None else lambda start, stop: fixed[start:stop].astype(np.int64)
+            self._cells_at = np.arange
+            if order.chunk_size == 1 and order.lengths is not None:
+                # The cells of each rank, sorted by length.
+                by_length = np.empty(len(order.rows), dtype=order.index_type)
+                for rank in range(order.world_size):
+                    start, stop = _share(len(order.rows), rank, order.world_size)
+                    by_length[start:stop] = _by_length(order.lengths[start:stop]) + start
+                self._cells_at = lambda start, stop: by_length[start:stop].astype(np.int64)
         elif order.chunk_size > 1:
             self._cells_at = _ChunkSequence(order, generator, epoch)
         elif order.balance is not None:
@@ -625,17 +631,6 @@ class CellOrder:
         if self._planned is None or self._planned.epoch != self.epoch:
             self._planned = EpochPlan(self, self.epoch)
         return self._planned
-
-    @cached_property
-    def fixed_order(self) -> np.ndarray | None:
-        """Order of the cells without `shuffle`, sorted by length on each rank; None if it is the order of `rows`."""
-        if self.chunk_size > 1 or self.lengths is None:
-            return None
-        order = np.empty(len(self.rows), dtype=self.index_type)
-        for rank in range(self.world_size):
-            start, stop = _share(len(self.rows), rank, self.world_size)
-            order[start:stop] = _by_length(self.lengths[start:stop]) + start
-        return order
 
     @cached_property
     def _identity(self) -> dict[str, Any]:

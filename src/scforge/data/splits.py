@@ -83,8 +83,15 @@ def split_cells(
             raise DataError(
                 f"contains only one group, {str(names[0])!r}; use two or more, or split by cell.", argument="groups"
             )
-        held_out = _hold_out(np.bincount(codes), validation_size, seed)
-        train, validation = np.flatnonzero(~held_out[codes]), np.flatnonzero(held_out[codes])
+        # The best of many random choices of groups for this fraction of cells; a group is left to train on.
+        rng, sizes, best = np.random.default_rng(seed), np.bincount(codes), np.inf
+        for _ in range(_N_ORDERS):
+            order = rng.permutation(len(sizes))
+            off = np.abs(np.cumsum(sizes[order])[:-1] - sizes.sum() * validation_size)
+            if off.min() < best:
+                best, chosen = off.min(), order[: off.argmin() + 1]
+        held_out = np.isin(codes, chosen)
+        train, validation = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     return (train, validation) if rows is None else (rows[train], rows[validation])
 
 
@@ -111,18 +118,3 @@ def _codes(groups: Any, n_cells: int, rows: np.ndarray | None) -> tuple[np.ndarr
             argument="groups",
         )
     return codes, names
-
-
-def _hold_out(sizes: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """Return a mask of the groups to hold out, the best of many random choices for the fraction `share` of cells."""
-    rng, target = np.random.default_rng(seed), sizes.sum() * share
-    held_out = np.zeros(len(sizes), dtype=bool)
-    best = np.inf
-    for _ in range(_N_ORDERS):
-        order = rng.permutation(len(sizes))
-        off = np.abs(np.cumsum(sizes[order])[:-1] - target)  # a group is left to train on
-        if off.min() < best:
-            best = off.min()
-            held_out[:] = False
-            held_out[order[: off.argmin() + 1]] = True
-    return held_out
