@@ -230,7 +230,19 @@ class ScDiVaModel(Architecture):
         the arguments, see :meth:`forward`.
         """
         if attention_mask is None:
-            readout = self._profile_states(input_ids)
+            x_bg = input_ids
+            if x_bg.ndim != 2 or x_bg.shape[1] != self.num_genes or not x_bg.is_floating_point():
+                raise OptionError(
+                    f"the profiles have dtype {x_bg.dtype} and shape {tuple(x_bg.shape)}; pass floats of shape (B, "
+                    f"{self.num_genes}) for the genes of the model, or tokens with their attention_mask."
+                )
+            # (On other devices the check would wait for them.)
+            if x_bg.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(x_bg.isfinite().all()):
+                cell = int((~x_bg.isfinite().all(dim=1)).nonzero()[0, 0])
+                raise DataError(
+                    f"the profile of cell {cell} has NaN or infinite values; pass log1p of counts per 10,000."
+                )
+            readout = _MODES[self.mode].profile_states(self, x_bg, ~(x_bg != 0).any(dim=1, keepdim=True))
         else:
             seen = what_is_seen(input_ids, attention_mask, values, masked_positions, masked_values, self.n_special)
             readout = self.states(seen).readout
@@ -307,20 +319,6 @@ class ScDiVaModel(Architecture):
         table_vh = self.token_table() if table or (many and self.mode == "tokens") else None
         wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
         return _MODES[self.mode].batch_states(self, seen, table_vh, **wanted)
-
-    def _profile_states(self, x_bg: torch.Tensor) -> torch.Tensor:
-        """Run the transformer on profiles; return the read-out, (B, H)."""
-        if x_bg.ndim != 2 or x_bg.shape[1] != self.num_genes or not x_bg.is_floating_point():
-            raise OptionError(
-                f"the profiles have dtype {x_bg.dtype} and shape {tuple(x_bg.shape)}; pass floats of shape (B, "
-                f"{self.num_genes}) for the genes of the model, or tokens with their attention_mask."
-            )
-        # (On other devices the check would wait for them.)
-        if x_bg.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(x_bg.isfinite().all()):
-            cell = int((~x_bg.isfinite().all(dim=1)).nonzero()[0, 0])
-            raise DataError(f"the profile of cell {cell} has NaN or infinite values; pass log1p of counts per 10,000.")
-        nothing_b1 = ~(x_bg != 0).any(dim=1, keepdim=True)
-        return _MODES[self.mode].profile_states(self, x_bg, nothing_b1)
 
     @torch.no_grad()
     def init_gene_weights(self, weights: torch.Tensor) -> None:

@@ -5,9 +5,6 @@ Shapes: B cells, S tokens, K attended tokens, G genes, V vocabulary, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch.nn import functional as F
 
@@ -17,43 +14,29 @@ from scforge.models.components.transformer import StackOutput
 from scforge.models.scdiva.parts import Backbone, Seen, States, weighted_sum, what_is_seen
 
 
-@dataclass(frozen=True)
-class Attended:
-    """Positions of the attended tokens, int64, (B, K), among `width` positions S."""
-
-    places: torch.Tensor
-    width: int
-
-    def take(self, seen: Seen) -> Seen:
-        """Return the visible part of the attended tokens."""
-        return Seen(**{name: tensor.gather(1, self.places) for name, tensor in vars(seen).items()})
-
-    def put_back(self, states_bkh: torch.Tensor) -> torch.Tensor:
-        """Restore attended tokens to their positions: from shape (B, K, H) to (B, S, H), with zeros elsewhere."""
-        states = states_bkh.new_zeros((states_bkh.shape[0], self.width, states_bkh.shape[2]))
-        return states.scatter(1, self.places.unsqueeze(-1).expand_as(states_bkh), states_bkh)
-
-    def mask(self) -> torch.Tensor:
-        """Return a mask of the attended positions, bool, (B, S)."""
-        nowhere = torch.zeros((self.places.shape[0], self.width), dtype=torch.bool, device=self.places.device)
-        return nowhere.scatter(1, self.places, True)
-
-
 def batch_states(model: Backbone, seen: Seen, table_vh: torch.Tensor | None, **wanted: bool) -> States:
     """Run the transformer on LAT and the first `max_tokens` tokens of each cell, masked tokens first."""
     readout_bh = _readout(model, seen)
-    attended = None
+    part, attended_bs, places_bk = seen, seen.tokens, None
     if seen.ids.shape[1] > model.max_tokens:
         last = 2 * (~seen.tokens).to(torch.uint8) + (~seen.hidden).to(torch.uint8)
-        places = torch.argsort(last, dim=1, stable=True)[:, : model.max_tokens].sort(dim=1).values
-        attended = Attended(places, seen.ids.shape[1])
-    out = _run(model, readout_bh, seen if attended is None else attended.take(seen), table_vh, **wanted)
+        places_bk = torch.argsort(last, dim=1, stable=True)[:, : model.max_tokens].sort(dim=1).values
+        part = Seen(**{name: tensor.gather(1, places_bk) for name, tensor in vars(seen).items()})
+        attended_bs = seen.tokens & torch.zeros_like(seen.tokens).scatter(1, places_bk, True)
+
+    def put(states_bkh: torch.Tensor) -> torch.Tensor:
+        """Restore attended tokens to their positions: from shape (B, K, H) to (B, S, H), with zeros elsewhere."""
+        if places_bk is None:
+            return states_bkh
+        states_bsh = states_bkh.new_zeros((*seen.ids.shape, states_bkh.shape[2]))
+        return states_bsh.scatter(1, places_bk.unsqueeze(-1).expand_as(states_bkh), states_bkh)
+
+    out = _run(model, readout_bh, part, table_vh, **wanted)
     states, weights = out.hidden_states, out.attentions
-    put: Callable[[torch.Tensor], torch.Tensor] = (lambda state: state) if attended is None else attended.put_back
     return States(
         readout=out.hidden[:, 0],
         tokens=put(out.hidden[:, 1:]),
-        attended=seen.tokens if attended is None else seen.tokens & attended.mask(),
+        attended=attended_bs,
         table=table_vh,
         hidden_states=None if states is None else tuple(put(state[:, 1:]) for state in states),
         attentions=None if weights is None else tuple(put_back_weights(part[:, :, 1:, 1:], put) for part in weights),
