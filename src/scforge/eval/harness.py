@@ -276,6 +276,12 @@ def evaluate(
         raise OptionError(f"{taken[0]!r} is the name of a baseline; rename the embedding.")
     kinds |= dict.fromkeys(of_baselines, "baseline")
     embeddings = dict(sorted(embeddings.items(), key=lambda item: KINDS.index(kinds[item[0]])))
+    methods = embeddings | of_baselines
+    if rows is not None:
+        methods = {
+            name: Replicates(run[rows] for run in method) if isinstance(method, Replicates) else method[rows]
+            for name, method in methods.items()
+        }
     report = Report(title)
     for name, benchmark in created.items():
         if hasattr(benchmark, "before_integration"):
@@ -286,7 +292,7 @@ def evaluate(
             report,
             name,
             benchmark,
-            {method: _select_rows(embedding, rows) for method, embedding in (embeddings | of_baselines).items()},
+            methods,
             obs,
             kinds=kinds,
             seeds=seeds,
@@ -294,7 +300,8 @@ def evaluate(
             seconds=seconds or {},
             progress_bar=progress_bar,
         )
-    report.facts |= {"seeds": ", ".join(str(seed) for seed in seeds), "versions": _package_versions()}
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
+    report.facts |= {"seeds": ", ".join(str(seed) for seed in seeds), "versions": versions}
     if key_added is not None:
         write_scores(adata, key_added, report.to_frame())
     return report
@@ -426,17 +433,6 @@ def check_seeds(seeds: Sequence[int]) -> None:
 def _check_kinds(kinds: Mapping[str, Any]) -> None:
     for method, kind in kinds.items():
         check_choice(f"kinds[{method!r}]", kind, KINDS)
-
-
-def _select_rows(embedding: Any, rows: np.ndarray | None) -> Any:
-    """Return the given rows of an embedding, or of each run of a method."""
-    if rows is None:
-        return embedding
-    return Replicates(run[rows] for run in embedding) if isinstance(embedding, Replicates) else embedding[rows]
-
-
-def _package_versions() -> str:
-    return ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
 
 
 def _join_replicates(

@@ -280,7 +280,9 @@ class Scib(Benchmark):
         """Return the names of the computed metrics."""
         wanted = self._wanted()
         means = list(_MEANS) if self.batch_key is not None else ["bio"]
-        return (*means, *(name for name in (*_BIO, *_BATCH) if wanted[_group(name)]))
+        # Two functions of scib-metrics compute both NMI and ARI.
+        functions = {name: theirs.removesuffix("_nmi").removesuffix("_ari") for name, theirs in (_BIO | _BATCH).items()}
+        return (*means, *(name for name, function in functions.items() if wanted[function]))
 
     def before_integration(self, components: pd.DataFrame) -> Scib:
         """Return a copy with coordinates before integration, or the benchmark itself if these are set or not used."""
@@ -470,8 +472,3 @@ def _drawn(labels: pd.Categorical, size: int, rng: np.random.Generator) -> np.nd
     order = np.lexsort([rng.random(len(codes)), codes])
     rank = np.arange(len(codes)) - np.searchsorted(codes[order], codes[order])
     return np.sort(order[rank < wanted[codes[order]]])
-
-
-def _group(name: str) -> str:
-    """Return the name of the scib-metrics function that computes a score; two functions compute both NMI and ARI."""
-    return _NAMES[name].removesuffix("_nmi").removesuffix("_ari")
