@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from scforge.data.readers import ChunkReader
+from scforge.data.readers import ChunkReader, check_columns
 from scforge.data.store import OWN_COLUMNS, SOURCE
 from scforge.errors import DataError, OptionError, warn
 
@@ -70,15 +70,6 @@ def join_obs(streams: Sequence[ChunkReader], wanted: Sequence[str] | None) -> pd
     columns[SOURCE] = pd.Categorical.from_codes(numbers, categories=labels)
     rows = np.concatenate([np.arange(size) for size in sizes])
     return pd.DataFrame(columns, index=_unique(names[0].append(names[1:]), numbers, rows))
-
-
-def check_columns(obs: pd.DataFrame, source: str) -> None:
-    """Raise a DataError if the columns of a cell table do not have unique names."""
-    if not obs.columns.is_unique:
-        twice = obs.columns[obs.columns.duplicated()][0]
-        raise DataError(
-            f"of {source!r} contains the column {twice!r} more than once; rename the duplicates.", argument="obs"
-        )
 
 
 def _unique(names: pd.Index, sources: np.ndarray, rows: np.ndarray) -> pd.Index:

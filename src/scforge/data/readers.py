@@ -205,6 +205,15 @@ def missing_column(column: str, source: str, columns: Sequence[str]) -> DataErro
     return DataError(f"of {source!r} has no column {column!r}{suggest(column, shown, 'available')}", argument="obs")
 
 
+def check_columns(obs: pd.DataFrame, source: str) -> None:
+    """Raise a DataError if the columns of a cell table do not have unique names."""
+    if not obs.columns.is_unique:
+        twice = obs.columns[obs.columns.duplicated()][0]
+        raise DataError(
+            f"of {source!r} contains the column {twice!r} more than once; rename the duplicates.", argument="obs"
+        )
+
+
 def chosen_columns(obs: pd.DataFrame, columns: Sequence[str] | None, source: str) -> pd.DataFrame:
     """Return `columns` of a cell table, or all columns if None."""
     if columns is None:
