@@ -24,7 +24,6 @@ from scforge.models.components.latent import (
 from scforge.models.components.transformer import Dropout, TransformerStack
 from scforge.models.protocol import ModelOutput
 from scforge.models.registry import register_model
-from scforge.models.scdiva import tokens, vector
 from scforge.models.scdiva.generation import generate_cells
 from scforge.models.scdiva.parts import (
     AnnotationHead,
@@ -37,14 +36,16 @@ from scforge.models.scdiva.parts import (
     gene_losses,
     init_scdiva,
     mean_over_cells,
+    token_profile_states,
+    token_states,
+    vector_profile_states,
+    vector_states,
     what_is_seen,
 )
 
 if TYPE_CHECKING:
     from scforge.config.schema import ModelConfig
 
-
-_MODES: dict[str, Any] = {"tokens": tokens, "vector": vector}
 
 _TASKS = ["annotation", "batch_integration"]
 
@@ -242,7 +243,8 @@ class ScDiVaModel(Architecture):
                 raise DataError(
                     f"the profile of cell {cell} has NaN or infinite values; pass log1p of counts per 10,000."
                 )
-            readout = _MODES[self.mode].profile_states(self, x_bg, ~(x_bg != 0).any(dim=1, keepdim=True))
+            run = token_profile_states if self.mode == "tokens" else vector_profile_states
+            readout = run(self, x_bg, ~(x_bg != 0).any(dim=1, keepdim=True))
         else:
             seen = what_is_seen(input_ids, attention_mask, values, masked_positions, masked_values, self.n_special)
             readout = self.states(seen).readout
@@ -318,7 +320,8 @@ class ScDiVaModel(Architecture):
         many = torch.compiler.is_compiling() or seen.ids.numel() > self.vocab_size
         table_vh = self.token_table() if table or (many and self.mode == "tokens") else None
         wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
-        return _MODES[self.mode].batch_states(self, seen, table_vh, **wanted)
+        run = token_states if self.mode == "tokens" else vector_states
+        return run(self, seen, table_vh, **wanted)
 
     @torch.no_grad()
     def init_gene_weights(self, weights: torch.Tensor) -> None:
