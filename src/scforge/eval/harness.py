@@ -13,12 +13,12 @@ import pandas as pd
 
 from scforge._checks import check_choice, check_key, check_known, check_seed
 from scforge._progress import announce, duration
+from scforge._registry import check_defines
 from scforge.errors import OptionError, listing
 from scforge.eval.base import (
     Benchmark,
     Entry,
     Evaluation,
-    check_has_metrics,
     check_scores_embeddings,
     has_enough_groups,
     resolve,
@@ -255,8 +255,8 @@ def evaluate(
         raise OptionError("is empty; pass at least one baseline name or number of components.", baselines=[])
     obsm_keys = [obsm_keys] if isinstance(obsm_keys, str) else obsm_keys
     kinds: dict[str, Kind] = dict(obsm_keys) if isinstance(obsm_keys, Mapping) else dict.fromkeys(obsm_keys, "model")
-    _check_kinds(kinds)
-    for key in kinds:
+    for key, kind in kinds.items():
+        check_choice(f"kinds[{key!r}]", kind, KINDS)
         check_known("obsm_keys", key, adata.obsm, "adata.obsm")
     keys = {"labels_key": labels_key, "batch_key": batch_key, "groups_key": groups_key}
     created = made_of(benchmarks, keys)
@@ -358,11 +358,12 @@ def compare(
     >>> report.to_table()["auroc"].round(2).to_dict()
     {'mine': 0.5, 'same weight': 0.25}
     """
-    _check_kinds(kinds)
+    for method, kind in kinds.items():
+        check_choice(f"kinds[{method!r}]", kind, KINDS)
     if unknown := [method for method in made if method not in kinds]:
         raise OptionError(f"has no entry for {listing(unknown)}; set each to 'model' or 'baseline'.", argument="kinds")
     check_seeds(seeds)
-    check_has_metrics(benchmark)
+    check_defines(f"the benchmark {title_of(benchmark)!r}", benchmark, ("metrics",))
     benchmark.check(reference)
     report = Report(title)
     score(
@@ -428,11 +429,6 @@ def check_seeds(seeds: Sequence[int]) -> None:
         raise OptionError("is not a list of seeds; pass e.g. seeds=(0, 1, 2).", seeds=seeds)
     for seed in seeds:
         check_seed(seed)
-
-
-def _check_kinds(kinds: Mapping[str, Any]) -> None:
-    for method, kind in kinds.items():
-        check_choice(f"kinds[{method!r}]", kind, KINDS)
 
 
 def _join_replicates(

@@ -253,7 +253,14 @@ class CellTypeProbe(Benchmark):
         digest.update(plan.rows.tobytes() + plan.labels.tobytes() + plan.folds.tobytes())
         key = digest.digest()
         if key not in self._cache:
-            _warn_of_duplicates(cells, plan.folds)
+            places = pd.factorize(np.array([hash(row.tobytes()) for row in cells]))[0]
+            pairs = pd.DataFrame({"row": places, "fold": plan.folds}).drop_duplicates()["row"]
+            share = float(np.isin(places, pairs[pairs.duplicated()]).mean())
+            if share > _MAX_DUPLICATES:
+                warn(
+                    f"{share:.1%} of the cells have exactly the same coordinates as a cell in another fold; check for "
+                    "duplicated cells or a collapsed embedding."
+                )
             while len(self._cache) >= _MAX_CACHED:
                 self._cache.pop(next(iter(self._cache)))
             self._cache[key] = {
@@ -316,18 +323,6 @@ def _out_of_fold(classifier: str, cells: np.ndarray, plan: _Plan, n_neighbors: i
         model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2_000))
         cells = cells.astype(np.float64)  # makes its line search three times as fast
     return cross_val_predict(model, cells, plan.labels, cv=PredefinedSplit(plan.folds))
-
-
-def _warn_of_duplicates(cells: np.ndarray, folds: np.ndarray) -> None:
-    """Warn if many cells have the same coordinates as a cell in another fold."""
-    rows = pd.factorize(np.array([hash(row.tobytes()) for row in cells]))[0]
-    pairs = pd.DataFrame({"row": rows, "fold": folds}).drop_duplicates()["row"]
-    share = float(np.isin(rows, pairs[pairs.duplicated()]).mean())
-    if share > _MAX_DUPLICATES:
-        warn(
-            f"{share:.1%} of the cells have exactly the same coordinates as a cell in another fold; check for "
-            "duplicated cells or a collapsed embedding."
-        )
 
 
 @register_benchmark("label_prediction")
