@@ -238,13 +238,12 @@ class States(NamedTuple):
 
 
 class Backbone(Protocol):
-    """What the modes and the generation use of :class:`scforge.models.ScDiVaModel`."""
+    """What the two modes use of :class:`scforge.models.ScDiVaModel`."""
 
     vocab_size: int
     num_genes: int
     n_special: int
     max_tokens: int
-    denoising: bool
     gene_embedding: GeneEmbedding
     special_embedding: Any
     value_encoder: Any
@@ -252,21 +251,9 @@ class Backbone(Protocol):
     dropout: Dropout
     encoder: TransformerStack
     gene_weights: Any
-    token_prior: torch.Tensor | None
-    length_quantiles: torch.Tensor | None
-
-    @property
-    def max_generated(self) -> int:
-        """Maximum number of tokens per generated cell."""
 
     def token_table(self) -> torch.Tensor:
         """Return the vectors of all tokens after the norm, (V, H)."""
-
-    def states(self, seen: Seen, *, table: bool = False) -> States:
-        """Run the transformer on tokens; with `table`, also return the vectors of all tokens."""
-
-    def values_of(self, states: States, genes_bs: torch.Tensor, chosen_bs: torch.Tensor) -> torch.Tensor:
-        """Return the predicted values of the selected tokens, given their genes, (M,)."""
 
 
 def weighted_sum(model: Backbone, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
