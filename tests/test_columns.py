@@ -15,7 +15,7 @@ from scipy import sparse
 
 from scforge._columns import codes_among, labels_of, means_no_label, text_of, texts_of
 from scforge.data.cells import CellSource
-from scforge.data.splits import split_cells
+from scforge.data.sampling import split_cells
 from scforge.errors import DataError, ScforgeWarning
 from scforge.estimators.finetune import with_batches_of
 from scforge.eval.label_prediction import texts_in

@@ -116,8 +116,7 @@ class CellBlock:
         sums = row_sums(matrix)
         if totals is not None and np.shape(totals) != sums.shape:
             raise DataError(
-                f"has shape {np.shape(totals)}, but there are {len(sums)} cells; pass one per cell.",
-                argument="totals",
+                f"has shape {np.shape(totals)}, but there are {len(sums)} cells; pass one per cell.", argument="totals"
             )
         return cls(
             indptr=matrix.indptr.astype(np.int64),

@@ -121,7 +121,14 @@ class CensusQuery:
         """A mapping from filter name to the condition in SOMA syntax."""
         if isinstance(self.filters, str):
             return {self.filters: self.filters}
-        return {column: _condition(column, values) for column, values in self._values.items()}
+        conditions = {}
+        for column, values in self._values.items():
+            name = column if column.isidentifier() and not keyword.iskeyword(column) else f"attr({column!r})"
+            # SOMA parses Python's own notation, so repr() quotes whatever stands in the text.
+            equal = [f"{name} == {value!r}" for value in values]
+            one_by_one = len(values) == 1 or any(isinstance(value, bool) for value in values)
+            conditions[column] = " or ".join(equal) if one_by_one else f"{name} in {values!r}"
+        return conditions
 
     def streams(self, vocab: GeneVocab | None = None) -> list[SomaStream]:
         """Read the tables of matching cells and genes; counts are read when they are needed.
@@ -150,16 +157,6 @@ class CensusQuery:
             If a filter value does not occur in any cell.
         """
         return [SomaStream(self, vocab)]
-
-
-def _condition(column: str, values: list[Any]) -> str:
-    name = column if column.isidentifier() and not keyword.iskeyword(column) else f"attr({column!r})"
-    # SOMA parses Python's own notation, so repr() quotes whatever stands in the text.
-    if len(values) == 1:
-        return f"{name} == {values[0]!r}"
-    if any(isinstance(value, bool) for value in values):
-        return " or ".join(f"{name} == {value!r}" for value in values)
-    return f"{name} in {values!r}"
 
 
 class SomaStream:
@@ -365,8 +362,7 @@ def best_names(var: pd.DataFrame, vocab: GeneVocab | None) -> str:
     candidates = [name for name in _NAMES if name in columns] or list(columns)
     if not candidates:
         raise DataError(
-            "has no text column with gene names; set gene_key to the column that contains the names.",
-            argument="var",
+            "has no text column with gene names; set gene_key to the column that contains the names.", argument="var"
         )
     if vocab is None:
         return candidates[0]

@@ -13,7 +13,7 @@ from scipy import sparse
 from scforge._checks import check_known
 from scforge._constants import TARGET_SUM
 from scforge.data.cells import Cells
-from scforge.data.checks import sound_csr
+from scforge.data.checks import log1p_cp10k_rows, sound_csr
 from scforge.errors import DataError, listing
 
 if TYPE_CHECKING:
@@ -136,7 +136,6 @@ def log_expression(cells: Cells, rows: np.ndarray | None = None) -> sparse.csr_m
     parts = [sparse.csr_matrix((0, n_genes), dtype=np.float32)]
     for start in range(0, len(rows), _PIECE):
         block = cells.block(rows[start : start + _PIECE])
-        scale = (TARGET_SUM / np.maximum(block.totals, 1.0)).astype(np.float32)
-        values = np.log1p(block.counts * np.repeat(scale, np.diff(block.indptr)))
-        parts.append(sparse.csr_matrix((values, block.genes, block.indptr), shape=(len(block), n_genes)))
+        counts = sparse.csr_matrix((block.counts, block.genes, block.indptr), shape=(len(block), n_genes))
+        parts.append(log1p_cp10k_rows(counts, np.maximum(block.totals, 1.0)))
     return sparse.vstack(parts, format="csr")

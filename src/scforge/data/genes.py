@@ -157,8 +157,26 @@ class GeneMap:
         if (columns >= 0).sum() < MIN_OVERLAP * min(vocab.n_genes, len(names)):
             columns, further = _by_annotation(names, columns, vocab)
             notes += further
-        columns, further = _by_dots(names, columns, vocab)
-        return cls(columns, vocab.n_genes, (*notes, *further))
+        # Names in which R has replaced characters by dots, in data or vocabulary, if the match is unambiguous.
+        lost = [row for row, name in enumerate(names) if columns[row] < 0 and _R_REPLACES.search(name)]
+        dotted = Counter(_R_REPLACES.sub(".", names[row]) for row in lost)
+        taken, columns, matched = set(columns.tolist()), columns.copy(), []
+        candidates: dict[str, dict[int, str]] = {}
+        for genes in (vocab.genes, vocab.symbols or ()) if lost else ():
+            for index, gene in enumerate(genes):
+                if index not in taken and _R_REPLACES.search(gene):
+                    candidates.setdefault(_R_REPLACES.sub(".", gene), {})[index] = gene
+        for row in lost:
+            name, spelled = names[row], _R_REPLACES.sub(".", names[row])
+            if len(candidates.get(spelled, {})) == dotted[spelled] == 1:
+                ((index, gene),) = candidates[spelled].items()
+                if spelled in (name, gene):  # one of them was written by R
+                    columns[row] = index
+                    matched.append(f"{name!r} is {gene!r}")
+        if matched:
+            examples = ", ".join(matched[:2])
+            notes.append(f"{len(matched):,} names in which R replaced characters with dots were matched ({examples})")
+        return cls(columns, vocab.n_genes, tuple(notes))
 
     @property
     def n_matched(self) -> int:
@@ -259,33 +277,6 @@ def _by_annotation(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> t
     lost = [name for name, ids in conversion.ambiguous.items() if genes.intersection(ids)]
     unclear = f"; names of several genes were left out: {listing(lost, most=3)}" if lost else ""
     return converted, [f"{n_found:,} {kind} were matched with {expected} using the genes of {ANNOTATION}{unclear}"]
-
-
-def _by_dots(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[np.ndarray, list[str]]:
-    """Match names in which R has replaced characters by dots, in data or vocabulary, if the match is unambiguous."""
-    lost = [row for row, name in enumerate(names) if columns[row] < 0 and _R_REPLACES.search(name)]
-    if not lost:
-        return columns, []
-    taken = set(columns.tolist())
-    candidates: dict[str, dict[int, str]] = {}
-    for genes in (vocab.genes, vocab.symbols or ()):
-        for index, gene in enumerate(genes):
-            if index not in taken and _R_REPLACES.search(gene):
-                candidates.setdefault(_R_REPLACES.sub(".", gene), {})[index] = gene
-    dotted = Counter(_R_REPLACES.sub(".", names[row]) for row in lost)
-    columns, matched = columns.copy(), []
-    for row in lost:
-        name, spelled = names[row], _R_REPLACES.sub(".", names[row])
-        if len(candidates.get(spelled, {})) == dotted[spelled] == 1:
-            ((index, gene),) = candidates[spelled].items()
-            if spelled in (name, gene):  # one of them was written by R
-                columns[row] = index
-                matched.append(f"{name!r} is {gene!r}")
-    if not matched:
-        return columns, []
-    return columns, [
-        f"{len(matched):,} names in which R replaced characters with dots were matched ({', '.join(matched[:2])})"
-    ]
 
 
 def warn_empty(n_expressed: np.ndarray) -> None:

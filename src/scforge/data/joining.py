@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from scforge.data.readers import ChunkReader
+from scforge.data.readers import ChunkReader, check_columns
 from scforge.data.store import OWN_COLUMNS, SOURCE, joined_categories
 from scforge.errors import DataError, OptionError, warn
 
@@ -98,15 +98,6 @@ def join_obs(
     rows = np.concatenate([np.arange(size) for size in sizes])
     taken = None if onto is None else onto.has
     return pd.DataFrame(columns, index=_unique(names[0].append(names[1:]), numbers, rows, taken))
-
-
-def check_columns(obs: pd.DataFrame, source: str) -> None:
-    """Raise a DataError if the columns of a cell table do not have unique names."""
-    if not obs.columns.is_unique:
-        twice = obs.columns[obs.columns.duplicated()][0]
-        raise DataError(
-            f"of {source!r} contains the column {twice!r} more than once; rename the duplicates.", argument="obs"
-        )
 
 
 def _unique(

@@ -61,8 +61,7 @@ class StreamingMedians:
         """
         if not _fill(self._counts, block.indptr, block.genes, block.counts, block.totals):
             raise DataError(
-                "contains a count that is not positive or exceeds its cell's total; pass raw counts.",
-                argument="block",
+                "contains a count that is not positive or exceeds its cell's total; pass raw counts.", argument="block"
             )
 
     def medians(self) -> np.ndarray:

@@ -205,6 +205,15 @@ def missing_column(column: str, source: str, columns: Sequence[str]) -> DataErro
     return DataError(f"of {source!r} has no column {column!r}{suggest(column, shown, 'available')}", argument="obs")
 
 
+def check_columns(obs: pd.DataFrame, source: str) -> None:
+    """Raise a DataError if the columns of a cell table do not have unique names."""
+    if not obs.columns.is_unique:
+        twice = obs.columns[obs.columns.duplicated()][0]
+        raise DataError(
+            f"of {source!r} contains the column {twice!r} more than once; rename the duplicates.", argument="obs"
+        )
+
+
 def chosen_columns(obs: pd.DataFrame, columns: Sequence[str] | None, source: str) -> pd.DataFrame:
     """Return `columns` of a cell table, or all columns if None."""
     if columns is None:
@@ -447,11 +456,13 @@ def open_streams(
     h5ad file or of an AnnData-zarr folder; a pattern of paths, whose files are sorted by name; a URL that fsspec
     supports; a :class:`scforge.data.CensusQuery`; or a list of these.
     """
-    places = list(source) if isinstance(source, list | tuple) else [source]
-    if not places:
+    from mudata import MuData
+
+    entries = list(source) if isinstance(source, list | tuple) else [source]
+    if not entries:
         raise OptionError("is empty; pass at least one file.", source=[])
     opened: list[ChunkReader] = []
-    for entry in places:
+    for entry in entries:
         if is_query(entry):
             opened += entry.streams()
         elif isinstance(entry, str | os.PathLike):
@@ -459,8 +470,22 @@ def open_streams(
                 FileStream(_place(path, modality, storage_options), layer)
                 for path in _expanded(os.fspath(entry), storage_options)
             ]
+        elif isinstance(entry, MuData):
+            check_modality(modality, list(entry.mod), "mdata")
+            adata = entry.mod[modality]
+            shared = shared_columns(entry.obs, str(modality), adata.obs_names, list(adata.obs.columns))
+            opened.append(AdataStream(adata, layer, shared=shared))
         else:
-            opened.append(_open_object(entry, layer, modality))
+            check_is_adata(entry, argument="source")
+            if modality is not None:
+                raise OptionError("has no effect for an AnnData, which has no modalities; omit it.", modality=modality)
+            if entry.isbacked and entry.is_view:
+                raise DataError(
+                    f"is a view of an AnnData backed by {str(entry.filename)!r}; load the AnnData with "
+                    "adata.to_memory() before selecting cells or genes.",
+                    argument="adata",
+                )
+            opened.append(BackedStream(entry, layer) if entry.isbacked else AdataStream(entry, layer))
     names = [identity_of(stream) for stream in opened]
     if len(set(names)) < len(names):
         twice = next(stream.name for i, stream in enumerate(opened) if names[i] in names[:i])
@@ -479,28 +504,6 @@ def identity_of(stream: ChunkReader) -> object:
         return id(stream.adata)
     name = getattr(stream, "address", stream.name)
     return name if "://" in name else str(Path(name).resolve())
-
-
-def _open_object(source: Any, layer: str | None, modality: str | None) -> ChunkReader:
-    from mudata import MuData
-
-    if isinstance(source, MuData):
-        check_modality(modality, list(source.mod), "mdata")
-        adata = source.mod[modality]
-        shared = shared_columns(source.obs, str(modality), adata.obs_names, list(adata.obs.columns))
-        return AdataStream(adata, layer, shared=shared)
-    check_is_adata(source, argument="source")
-    if modality is not None:
-        raise OptionError("has no effect for an AnnData, which has no modalities; omit it.", modality=modality)
-    if not source.isbacked:
-        return AdataStream(source, layer)
-    if source.is_view:
-        raise DataError(
-            f"is a view of an AnnData backed by {str(source.filename)!r}; load the AnnData with "
-            "adata.to_memory() before selecting cells or genes.",
-            argument="adata",
-        )
-    return BackedStream(source, layer)
 
 
 def _expanded(pattern: str, options: Mapping[str, Any] | None) -> list[str]:

@@ -46,13 +46,14 @@ from scforge.data.genes import (
     warn_counts_outside,
     warn_empty,
 )
-from scforge.data.joining import SOURCE, check_columns, join_obs
+from scforge.data.joining import SOURCE, join_obs
 from scforge.data.matrix import Matrix
 from scforge.data.paths import check_file, is_unfinished, is_url
 from scforge.data.readers import (
     AdataStream,
     Location,
     StoredAdata,
+    check_columns,
     check_format,
     identity_of,
     is_query,

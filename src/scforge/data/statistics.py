@@ -153,9 +153,24 @@ def _chosen(
     others = np.setdiff1d(candidates, kept)
     n_others = max(n_top_genes - len(kept), 0)
     if n_others < len(others):
+        names = np.full(n_cells, "all") if batches is None else np.asarray(batches, dtype=object).astype(str)
+        groups = [np.flatnonzero(names == name) for name in np.unique(names)]
+        if alone := [str(names[rows[0]]) for rows in groups if batches is not None and len(rows) == 1]:
+            warn(
+                f"batch_key has batches with only one cell ({listing(alone)}); these cells are ignored when variable "
+                "genes are selected."
+            )
+        values = sparse.csr_matrix(counts[:, candidates], dtype=np.float64)
+        values.data *= np.repeat(TARGET_SUM / np.maximum(totals, 1.0), np.diff(values.indptr))
+        scores = [_normalized_dispersions(values[rows]) for rows in groups if len(rows) > 1]
+        scores = scores or [np.zeros(len(candidates))]
         # All candidates are ranked, so that kept genes only displace the last ones.
-        of_batch = None if batches is None else np.asarray(batches, dtype=object).astype(str)
-        ranked = candidates[_by_variability(counts, totals, candidates, n_top_genes, of_batch)]
+        n_batches = np.zeros(len(candidates))
+        for score in scores:
+            expressed = np.flatnonzero(score > -np.inf)  # not of genes that no cell of the batch expresses
+            n_batches[expressed[np.argsort(-score[expressed], kind="stable")[:n_top_genes]]] += 1
+        means = np.mean([np.nan_to_num(score, nan=0.0, neginf=-1e6) for score in scores], axis=0)
+        ranked = candidates[np.lexsort((-means, -n_batches))]
         others = ranked[~np.isin(ranked, kept)][:n_others]
     return np.union1d(others, kept)
 
@@ -165,33 +180,13 @@ def most_variable(counts: sparse.csr_matrix, totals: np.ndarray, n_top_genes: in
     return _chosen(counts, totals, 1, n_top_genes, None, np.array([], dtype=np.int64))
 
 
-def _by_variability(
-    counts: sparse.csr_matrix, totals: np.ndarray, candidates: np.ndarray, n_top_genes: int, batches: np.ndarray | None
-) -> np.ndarray:
-    """Return positions among the candidates, starting with the most variable gene.
+def _normalized_dispersions(values: sparse.csr_matrix) -> np.ndarray:
+    """Return log(variance / mean), standardized among genes of similar mean; NaN for genes that no cell expresses.
 
     The method is scanpy's ``flavor="seurat"``, except for bins with few genes. The normalized dispersion in a bin of n
     genes cannot exceed (n - 1) / sqrt(n), and scanpy sets it to 1 for a single gene. A hormone gene that is alone in
     the bin of the most expressed genes would therefore be left out.
     """
-    values = sparse.csr_matrix(counts[:, candidates], dtype=np.float64)
-    values.data *= np.repeat(TARGET_SUM / np.maximum(totals, 1.0), np.diff(values.indptr))
-    groups = [np.arange(len(totals))] if batches is None else [np.flatnonzero(batches == b) for b in np.unique(batches)]
-    if alone := [str(batches[rows[0]]) for rows in groups if batches is not None and len(rows) == 1]:
-        warn(
-            f"batch_key has batches with only one cell ({listing(alone)}); these cells are ignored when variable genes "
-            "are selected."
-        )
-    scores = [_normalized_dispersions(values[rows]) for rows in groups if len(rows) > 1] or [np.zeros(len(candidates))]
-    n_batches = np.zeros(len(candidates))
-    for score in scores:
-        expressed = np.flatnonzero(score > -np.inf)  # not of genes that no cell of the batch expresses
-        n_batches[expressed[np.argsort(-score[expressed], kind="stable")[:n_top_genes]]] += 1
-    return np.lexsort((-np.mean([np.nan_to_num(score, nan=0.0, neginf=-1e6) for score in scores], axis=0), -n_batches))
-
-
-def _normalized_dispersions(values: sparse.csr_matrix) -> np.ndarray:
-    """Return log(variance / mean), standardized among genes of similar mean; NaN for genes that no cell expresses."""
     from sklearn.utils.sparsefuncs import mean_variance_axis
 
     n_cells, n_genes = values.shape

@@ -205,8 +205,7 @@ class GeneVocab:
             )
         if special := set(self.genes) & {*SPECIAL_TOKENS, *tokens}:
             raise DataError(
-                f"contains {special.pop()!r}, which is the name of a special token; rename the gene.",
-                argument="genes",
+                f"contains {special.pop()!r}, which is the name of a special token; rename the gene.", argument="genes"
             )
         for name in ("symbols", "medians", "entropies"):
             column = getattr(self, name)
@@ -224,16 +223,14 @@ class GeneVocab:
             entropies = np.array(self.entropies, dtype=np.float64)
             if not ((entropies >= 0) & (entropies <= 1)).all():
                 raise DataError(
-                    "contains a value outside 0 to 1; compute them with measure_entropies.",
-                    argument="entropies",
+                    "contains a value outside 0 to 1; compute them with measure_entropies.", argument="entropies"
                 )
             entropies.setflags(write=False)
             object.__setattr__(self, "entropies", entropies)
         if self.aliases is not None:
             if unknown := set(self.aliases.values()).difference(self.genes):
                 raise DataError(
-                    f"refers to {unknown.pop()!r}, which is not among the genes; remove the alias.",
-                    argument="aliases",
+                    f"refers to {unknown.pop()!r}, which is not among the genes; remove the alias.", argument="aliases"
                 )
             object.__setattr__(self, "aliases", MappingProxyType(dict(self.aliases)) if self.aliases else None)
 
@@ -425,8 +422,7 @@ class GeneVocab:
         given = np.asarray(indices)
         if given.dtype == bool and len(given) != self.n_genes:
             raise OptionError(
-                f"is a mask of {len(given)} genes, but the vocabulary has {self.n_genes} genes.",
-                argument="indices",
+                f"is a mask of {len(given)} genes, but the vocabulary has {self.n_genes} genes.", argument="indices"
             )
         chosen = np.flatnonzero(given) if given.dtype == bool else given
         if (wrong := chosen[~np.isin(chosen, np.arange(self.n_genes))]).size:
@@ -509,8 +505,7 @@ class GeneVocab:
         numbers = [int(i) for i in ids]
         if wrong := [i for i in numbers if not 0 <= i < len(tokens)]:
             raise OptionError(
-                f"contains {wrong[0]}, which is not a token id; use ids from 0 to {len(tokens) - 1}.",
-                argument="ids",
+                f"contains {wrong[0]}, which is not a token id; use ids from 0 to {len(tokens) - 1}.", argument="ids"
             )
         return [tokens[i] for i in numbers]
 

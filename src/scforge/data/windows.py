@@ -64,8 +64,7 @@ class WindowSampler(Sampler):
             if ordered[0] < 0 or ordered[-1] >= n_obs:
                 wrong = ordered[0] if ordered[0] < 0 else ordered[-1]
                 raise OptionError(
-                    f"refers to cell {wrong}, but the store only has cells 0 to {n_obs - 1}.",
-                    argument="windows",
+                    f"refers to cell {wrong}, but the store only has cells 0 to {n_obs - 1}.", argument="windows"
                 )
             cuts = np.flatnonzero(np.diff(ordered) > _GAP + 1)
             starts = ordered[np.concatenate([[0], cuts + 1])]

@@ -340,11 +340,6 @@ def check_scores_embeddings(title: str, subject: str) -> None:
         )
 
 
-def check_has_metrics(benchmark: Benchmark) -> None:
-    """Raise :class:`~scforge.errors.OptionError` if a benchmark does not define metrics."""
-    check_defines(f"the benchmark {title_of(benchmark)!r}", benchmark, ("metrics",))
-
-
 def title_of(benchmark: Benchmark) -> str:
     """Return the registered name of a benchmark, or the name of its class."""
     return BENCHMARKS.name_of(type(benchmark)) or type(benchmark).__name__
@@ -398,7 +393,7 @@ class Evaluation:
         elif self.options:
             raise OptionError("has no effect on a benchmark object; omit options.", options=dict(self.options))
         else:
-            check_has_metrics(self.benchmark)
+            check_defines(f"the benchmark {title_of(self.benchmark)!r}", self.benchmark, ("metrics",))
 
     @property
     def held_out(self) -> bool:

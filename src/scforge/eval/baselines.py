@@ -316,8 +316,7 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
             check_n_comps(name, adata)
         if name == "harmony" and batch_key is None:
             raise OptionError(
-                "contains 'harmony', which needs batch_key; pass batch_key, or omit 'harmony'.",
-                argument="baselines",
+                "contains 'harmony', which needs batch_key; pass batch_key, or omit 'harmony'.", argument="baselines"
             )
         if batch_key is not None and name != "random":
             check_column("batch_key", batch_key, adata.obs)
@@ -325,8 +324,7 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
             batches = texts_of(adata.obs[batch_key], key=batch_key, argument="batch_key")
             if batches.isna().any():
                 raise DataError(
-                    f"[{batch_key!r}] has missing values; assign a batch to each cell to use {name!r}.",
-                    argument="obs",
+                    f"[{batch_key!r}] has missing values; assign a batch to each cell to use {name!r}.", argument="obs"
                 )
             if name == "harmony" and len(batches.categories) < 2:
                 raise DataError(

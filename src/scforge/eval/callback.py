@@ -102,13 +102,16 @@ class BenchmarkCallback(Callback):
                 error.located(f"the benchmark {evaluation.name!r} cannot score {where}: ")
                 raise
             self._runs.append((str(evaluation.name), benchmark, opened[source]))
-        if not _embeds(trainer):
+        # Only the first process embeds cells, or all processes if the module is sharded.
+        if not (trainer.is_global_zero or isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)):
             # Checked like everywhere, so that every process stops alike, but nothing more to do here.
             self._runs = []
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Pass the scores to the training plan, which logs them."""
-        if trainer.sanity_checking or not self._due(trainer):
+        epoch = trainer.current_epoch + 1
+        last = epoch == trainer.max_epochs or trainer.should_stop or trainer.global_step == trainer.max_steps
+        if trainer.sanity_checking or not (last or epoch % self.every_n_epochs == 0):
             return
         figures: dict[str, float] = {}
         with isolate_rng():
@@ -120,11 +123,6 @@ class BenchmarkCallback(Callback):
                 figures = self._figures(trainer, pl_module.module)
         # Every process logs the same scores; this is also where the others wait.
         pl_module.figures.update(trainer.strategy.broadcast(figures))
-
-    def _due(self, trainer: lightning.Trainer) -> bool:
-        epoch = trainer.current_epoch + 1
-        last = epoch == trainer.max_epochs or trainer.should_stop or trainer.global_step == trainer.max_steps
-        return last or epoch % self.every_n_epochs == 0
 
     def _figures(self, trainer: lightning.Trainer, module: nn.Module) -> dict[str, float]:
         data: CellDataModule = trainer.datamodule
@@ -145,8 +143,3 @@ class BenchmarkCallback(Callback):
                     warn(f"the benchmark {name!r} failed during training, so its scores are NaN: {error}")
             figures |= {f"{name}_{metric}": float(score) for metric, score in scores.items()}
         return figures
-
-
-def _embeds(trainer: lightning.Trainer) -> bool:
-    """Return whether this process embeds cells: only the first process, or all processes if the module is sharded."""
-    return trainer.is_global_zero or isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)

@@ -476,7 +476,13 @@ def _baseline(
 ) -> tuple[str, np.ndarray]:
     """Return the name of the baseline, and its output for the cells."""
     if name == EXPRESSION_TASK:
-        return "mean of the other perturbations", _mean_of_others(inputs.adata)
+        # Each perturbation is predicted as the mean cell of the other perturbations; controls are unchanged.
+        expression, conditions = inputs.adata.X.toarray(), inputs.adata.obs["condition"].astype(str).to_numpy()
+        control, predicted = inputs.adata.uns["config"]["control_name"], expression.copy()
+        for condition in set(conditions) - {control}:
+            others = (conditions != condition) & (conditions != control)
+            predicted[conditions == condition] = expression[others].mean(axis=0)
+        return "mean of the other perturbations", predicted
     smaller = min(adata.shape) - 1
     if name in TWO_ORGANISMS:
         return "PCA of all organisms", pca_embedding(adata, n_comps=min(_COMPONENTS, smaller), layer=layer, seed=seed)
@@ -487,17 +493,6 @@ def _baseline(
     counts = counts_of(adata, layer).astype(np.float32)
     title = "PCA (cz-benchmarks)" if "n_pcs" in accepted else "raw counts (cz-benchmarks)"
     return title, np.asarray(task.compute_baseline(counts, wanted))
-
-
-def _mean_of_others(cells: AnnData) -> np.ndarray:
-    """Predict each perturbation as the mean cell of the other perturbations, shape (N, G); controls are unchanged."""
-    expression, conditions = cells.X.toarray(), cells.obs["condition"].astype(str).to_numpy()
-    control = cells.uns["config"]["control_name"]
-    predicted = expression.copy()
-    for condition in set(conditions) - {control}:
-        others = (conditions != condition) & (conditions != control)
-        predicted[conditions == condition] = expression[others].mean(axis=0)
-    return predicted
 
 
 @contextmanager

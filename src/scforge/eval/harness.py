@@ -13,12 +13,12 @@ import pandas as pd
 
 from scforge._checks import check_choice, check_key, check_known, check_seed
 from scforge._progress import announce, duration
+from scforge._registry import check_defines
 from scforge.errors import OptionError, listing
 from scforge.eval.base import (
     Benchmark,
     Entry,
     Evaluation,
-    check_has_metrics,
     check_scores_embeddings,
     has_enough_groups,
     resolve,
@@ -255,8 +255,8 @@ def evaluate(
         raise OptionError("is empty; pass at least one baseline name or number of components.", baselines=[])
     obsm_keys = [obsm_keys] if isinstance(obsm_keys, str) else obsm_keys
     kinds: dict[str, Kind] = dict(obsm_keys) if isinstance(obsm_keys, Mapping) else dict.fromkeys(obsm_keys, "model")
-    _check_kinds(kinds)
-    for key in kinds:
+    for key, kind in kinds.items():
+        check_choice(f"kinds[{key!r}]", kind, KINDS)
         check_known("obsm_keys", key, adata.obsm, "adata.obsm")
     keys = {"labels_key": labels_key, "batch_key": batch_key, "groups_key": groups_key}
     created = made_of(benchmarks, keys)
@@ -276,6 +276,12 @@ def evaluate(
         raise OptionError(f"{taken[0]!r} is the name of a baseline; rename the embedding.")
     kinds |= dict.fromkeys(of_baselines, "baseline")
     embeddings = dict(sorted(embeddings.items(), key=lambda item: KINDS.index(kinds[item[0]])))
+    methods = embeddings | of_baselines
+    if rows is not None:
+        methods = {
+            name: Replicates(run[rows] for run in method) if isinstance(method, Replicates) else method[rows]
+            for name, method in methods.items()
+        }
     report = Report(title)
     for name, benchmark in created.items():
         if hasattr(benchmark, "before_integration"):
@@ -286,7 +292,7 @@ def evaluate(
             report,
             name,
             benchmark,
-            {method: _select_rows(embedding, rows) for method, embedding in (embeddings | of_baselines).items()},
+            methods,
             obs,
             kinds=kinds,
             seeds=seeds,
@@ -294,7 +300,8 @@ def evaluate(
             seconds=seconds or {},
             progress_bar=progress_bar,
         )
-    report.facts |= {"seeds": ", ".join(str(seed) for seed in seeds), "versions": _package_versions()}
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
+    report.facts |= {"seeds": ", ".join(str(seed) for seed in seeds), "versions": versions}
     if key_added is not None:
         write_scores(adata, key_added, report.to_frame())
     return report
@@ -351,11 +358,12 @@ def compare(
     >>> report.to_table()["auroc"].round(2).to_dict()
     {'mine': 0.5, 'same weight': 0.25}
     """
-    _check_kinds(kinds)
+    for method, kind in kinds.items():
+        check_choice(f"kinds[{method!r}]", kind, KINDS)
     if unknown := [method for method in made if method not in kinds]:
         raise OptionError(f"has no entry for {listing(unknown)}; set each to 'model' or 'baseline'.", argument="kinds")
     check_seeds(seeds)
-    check_has_metrics(benchmark)
+    check_defines(f"the benchmark {title_of(benchmark)!r}", benchmark, ("metrics",))
     benchmark.check(reference)
     report = Report(title)
     score(
@@ -423,22 +431,6 @@ def check_seeds(seeds: Sequence[int]) -> None:
         check_seed(seed)
 
 
-def _check_kinds(kinds: Mapping[str, Any]) -> None:
-    for method, kind in kinds.items():
-        check_choice(f"kinds[{method!r}]", kind, KINDS)
-
-
-def _select_rows(embedding: Any, rows: np.ndarray | None) -> Any:
-    """Return the given rows of an embedding, or of each run of a method."""
-    if rows is None:
-        return embedding
-    return Replicates(run[rows] for run in embedding) if isinstance(embedding, Replicates) else embedding[rows]
-
-
-def _package_versions() -> str:
-    return ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
-
-
 def _join_replicates(
     embeddings: dict[str, Any], kinds: dict[str, Kind], replicates: Mapping[str, Sequence[str]]
 ) -> None:
@@ -453,8 +445,7 @@ def _join_replicates(
             )
         if len({kinds[key] for key in keys}) > 1:
             raise OptionError(
-                f"of {name!r} have different kinds ({listing(keys)}); set one kind for all.",
-                argument="replicates",
+                f"of {name!r} have different kinds ({listing(keys)}); set one kind for all.", argument="replicates"
             )
         merged = Replicates(embeddings.pop(key) for key in keys)
         kinds[name] = [kinds.pop(key) for key in keys][0]

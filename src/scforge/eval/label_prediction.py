@@ -217,13 +217,21 @@ class CellTypeProbe(Benchmark):
             left_out |= {name: f"{name!r} (in one fold)" for name, span in spans.items() if span < 2}
             kept = ~np.isin(labels, list(left_out))
         names, codes = np.unique(labels[kept], return_inverse=True)
-        self._warn_of_left_out(tuple(left_out.values()), len(names))
+        what, why = f"labels of obs[{self.labels_key!r}]", tuple(left_out.values())
+        if len(names) < 2:
+            raise DataError(
+                f"fewer than 2 {what} can be tested with n_folds={self.n_folds} (left out: {', '.join(why)}); lower "
+                "n_folds."
+            )
+        if why and why != self._warned_of:
+            self._warned_of = why
+            warn(f"{what} that cannot be tested with n_folds={self.n_folds} are left out: {', '.join(why)}.")
         fewest = int(kept.sum() - np.bincount(folds[kept]).max())
         if self.n_neighbors > fewest:
             most = f"the number of labeled training cells ({fewest} with n_folds={self.n_folds})"
             raise DataError(f"is larger than {most}; lower it, or score more cells.", n_neighbors=self.n_neighbors)
         group_codes = None if groups is None else np.unique(groups[kept], return_inverse=True)[1]
-        return _Plan(rows[kept], codes, len(names), folds[kept], group_codes, tuple(left_out.values()))
+        return _Plan(rows[kept], codes, len(names), folds[kept], group_codes, why)
 
     def _folds(self, labels: np.ndarray, groups: np.ndarray | None) -> np.ndarray:
         """Return the fold of each cell, int64, shape (N,)."""
@@ -238,18 +246,6 @@ class CellTypeProbe(Benchmark):
             folds[test] = fold
         return folds
 
-    def _warn_of_left_out(self, left_out: tuple[str, ...], n_labels: int) -> None:
-        """Raise an error if too few labels remain, and warn about labels that are left out."""
-        what = f"labels of obs[{self.labels_key!r}]"
-        if n_labels < 2:
-            out = ", ".join(left_out)
-            raise DataError(
-                f"fewer than 2 {what} can be tested with n_folds={self.n_folds} (left out: {out}); lower n_folds."
-            )
-        if left_out and left_out != self._warned_of:
-            self._warned_of = left_out
-            warn(f"{what} that cannot be tested with n_folds={self.n_folds} are left out: {', '.join(left_out)}.")
-
     def _predict(self, embedding: np.ndarray, plan: _Plan, n_cells: int) -> dict[str, np.ndarray]:
         """Return the label that each classifier predicts for each cell, int64, shape (N,)."""
         cells = check_embedding(embedding, n_cells)[plan.rows]
@@ -257,7 +253,14 @@ class CellTypeProbe(Benchmark):
         digest.update(plan.rows.tobytes() + plan.labels.tobytes() + plan.folds.tobytes())
         key = digest.digest()
         if key not in self._cache:
-            _warn_of_duplicates(cells, plan.folds)
+            places = pd.factorize(np.array([hash(row.tobytes()) for row in cells]))[0]
+            pairs = pd.DataFrame({"row": places, "fold": plan.folds}).drop_duplicates()["row"]
+            share = float(np.isin(places, pairs[pairs.duplicated()]).mean())
+            if share > _MAX_DUPLICATES:
+                warn(
+                    f"{share:.1%} of the cells have exactly the same coordinates as a cell in another fold; check for "
+                    "duplicated cells or a collapsed embedding."
+                )
             while len(self._cache) >= _MAX_CACHED:
                 self._cache.pop(next(iter(self._cache)))
             self._cache[key] = {
@@ -320,18 +323,6 @@ def _out_of_fold(classifier: str, cells: np.ndarray, plan: _Plan, n_neighbors: i
         model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2_000))
         cells = cells.astype(np.float64)  # makes its line search three times as fast
     return cross_val_predict(model, cells, plan.labels, cv=PredefinedSplit(plan.folds))
-
-
-def _warn_of_duplicates(cells: np.ndarray, folds: np.ndarray) -> None:
-    """Warn if many cells have the same coordinates as a cell in another fold."""
-    rows = pd.factorize(np.array([hash(row.tobytes()) for row in cells]))[0]
-    pairs = pd.DataFrame({"row": rows, "fold": folds}).drop_duplicates()["row"]
-    share = float(np.isin(rows, pairs[pairs.duplicated()]).mean())
-    if share > _MAX_DUPLICATES:
-        warn(
-            f"{share:.1%} of the cells have exactly the same coordinates as a cell in another fold; check for "
-            "duplicated cells or a collapsed embedding."
-        )
 
 
 @register_benchmark("label_prediction")

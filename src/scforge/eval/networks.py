@@ -224,7 +224,17 @@ def edges_from_perturbations(effects: pd.DataFrame | AnnData, *, tfs: Sequence[s
     [['TF', 'A', 0.5], ['TF', 'B', 2.0]]
     """
     if not isinstance(effects, pd.DataFrame):
-        effects = _deltas(effects)
+        names = effects.obs.get("perturbation", pd.Series("", index=effects.obs_names)).astype(str).to_numpy()
+        single = np.isin(names, effects.var_names)
+        if "delta" not in effects.layers or not single.any():
+            perturbations = listing(dict.fromkeys(names), most=3)
+            raise DataError(
+                f"must have layers['delta'] and perturbations of single genes, but obs['perturbation'] contains "
+                f"{perturbations}; pass predicted effects of single-gene perturbations.",
+                argument="effects",
+            )
+        deltas, genes = np.asarray(effects.layers["delta"])[single], effects.var_names.astype(str)
+        effects = pd.DataFrame(deltas, index=names[single], columns=genes)
     elif "gene" in effects and "shift" in effects:
         return _pair_residuals(effects, tfs)
     size = effects.abs().groupby(level=0, observed=True).max()
@@ -264,8 +274,7 @@ def _chosen(argument: str, names: Sequence[str] | None, available: pd.Index) -> 
     if not (places >= 0).any():
         measured = f"{len(available)} genes ({listing(available, most=3)})"
         raise DataError(
-            f"({listing(asked, most=3)}) has no overlap with the {measured}; use the same gene ids.",
-            argument=argument,
+            f"({listing(asked, most=3)}) has no overlap with the {measured}; use the same gene ids.", argument=argument
         )
     return places[places >= 0]
 
@@ -277,22 +286,6 @@ def _unique(names: Any) -> pd.Index:
         twice = listing(index[index.duplicated()].unique(), most=3)
         raise DataError(f"gene names are duplicated ({twice}); keep one entry per gene.")
     return index
-
-
-def _deltas(predicted: AnnData) -> pd.DataFrame:
-    """Return the predicted effects of single-gene perturbations."""
-    names = predicted.obs.get("perturbation", pd.Series("", index=predicted.obs_names)).astype(str).to_numpy()
-    single = np.isin(names, predicted.var_names)
-    if "delta" not in predicted.layers or not single.any():
-        perturbations = listing(dict.fromkeys(names), most=3)
-        raise DataError(
-            f"must have layers['delta'] and perturbations of single genes, but obs['perturbation'] contains "
-            f"{perturbations}; pass predicted effects of single-gene perturbations.",
-            argument="effects",
-        )
-    return pd.DataFrame(
-        np.asarray(predicted.layers["delta"])[single], index=names[single], columns=predicted.var_names.astype(str)
-    )
 
 
 def _pair_residuals(table: pd.DataFrame, tfs: Sequence[str] | None) -> pd.DataFrame:

@@ -251,8 +251,12 @@ def _score_cell(made: np.ndarray, true: np.ndarray) -> np.ndarray:
     """Return edits, edits divided by length, both lengths, Spearman, n-gram matches and n-gram counts; (5 + 2 * 4,)."""
     edits = _edits(made, true)
     longest = max(len(made), len(true))
-    runs = [_matches(made.tolist(), true.tolist(), length) for length in range(1, _LONGEST + 1)]
-    matches, numbers = zip(*runs, strict=True)
+    matches, numbers = [], []
+    for length in range(1, _LONGEST + 1):
+        both = ([row[i:].tolist() for i in range(length)] for row in (made, true))
+        of_made, of_true = (Counter(zip(*shifted, strict=False)) for shifted in both)
+        matches.append((of_made & of_true).total())  # clipped
+        numbers.append(of_made.total())
     return np.array([edits, edits / longest, len(made), len(true), _spearman(made, true), *matches, *numbers])
 
 
@@ -273,12 +277,6 @@ def _figures(table: np.ndarray, weights: np.ndarray) -> dict[str, np.ndarray]:
             "bleu": np.where((numbers > 0).all(axis=1), precision * penalty, np.where(length > 0, np.nan, 0.0)),
             "spearman": weights[:, spearman] @ table[spearman, 4] / of_spearman,
         }
-
-
-def _matches(made: list[int], true: list[int], length: int) -> tuple[int, int]:
-    """Return the clipped number of gene n-grams that occur in the true order, and the number of all n-grams."""
-    of_made, of_true = (Counter(zip(*(row[i:] for i in range(length)), strict=False)) for row in (made, true))
-    return (of_made & of_true).total(), of_made.total()
 
 
 def _spearman(made: np.ndarray, true: np.ndarray) -> float:

@@ -461,7 +461,27 @@ class Report:
 
     def __repr__(self) -> str:
         """Return the verdicts and a table that fits a terminal; :meth:`to_markdown` returns everything."""
-        return to_text(self) if self._problem() is None else f"{self.title}: {self._problem()}"
+        if (problem := self._problem()) is not None:
+            return f"{self.title}: {problem}"
+        lines = [self.title]
+        lines += [
+            textwrap.fill(verdict, _WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+            for verdict in self.verdicts()
+        ]
+        n_left_out = 0
+        for benchmark in self.benchmarks:
+            columns = [[title, *(text for text, _ in cells)] for title, cells in _columns(self, benchmark)]
+            columns = [column for column in columns if any(column[1:]) and column[0] not in ("dimensions", "seconds")]
+            sizes = [max(map(len, column)) for column in columns]
+            n_shown = next((i for i in range(len(sizes), 3, -1) if sum(sizes[:i]) + 2 * i <= _WIDTH), 3)
+            n_left_out += len(columns) - n_shown
+            lines += ["", benchmark] if benchmark else [""]
+            for row in zip(*columns[:n_shown], strict=True):
+                texts = [text.ljust(sizes[i]) if i < 2 else text.rjust(sizes[i]) for i, text in enumerate(row)]
+                lines.append("  ".join(texts).rstrip())
+        if n_left_out:
+            lines += ["", f"Columns not shown: {n_left_out}; see to_frame(), to_markdown(), or write(folder)."]
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str | None:
         """Return the verdicts and tables for a notebook."""
@@ -473,7 +493,21 @@ class Report:
     def to_markdown(self) -> str:
         """Return the report as Markdown; the best score of each metric is bold."""
         self.check()
-        return to_markdown(self)
+        lines = [f"# {markdown(self.title)}", ""]
+        lines += [f"- {markdown(f'{name}: {value}')}" for name, value in self.facts.items()]
+        if verdicts := self.verdicts():
+            lines += ["", *(f"- **{markdown(sentence)}**" for sentence in verdicts)]
+        for benchmark in self.benchmarks:
+            if len(self.benchmarks) > 1:
+                lines += ["", f"## {markdown(benchmark)}"]
+            columns = _columns(self, benchmark)
+            header = " | ".join(markdown(column.title) for column in columns)
+            lines += ["", f"| {header} |", f"|{'---|' * len(columns)}"]
+            for row in zip(*(column.cells for column in columns), strict=True):
+                texts = (f"**{markdown(text)}**" if best else markdown(text) for text, best in row)
+                lines.append(f"| {' | '.join(texts)} |")
+        lines += ["", *map(markdown, self.notes)]
+        return "\n".join(lines).rstrip() + "\n"
 
     def to_html(self) -> str:
         """Return the report as one HTML page with embedded plots."""
@@ -565,47 +599,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def to_markdown(report: Report) -> str:
-    """Return a report as Markdown."""
-    lines = [f"# {markdown(report.title)}", ""]
-    lines += [f"- {markdown(f'{name}: {value}')}" for name, value in report.facts.items()]
-    if verdicts := report.verdicts():
-        lines += ["", *(f"- **{markdown(sentence)}**" for sentence in verdicts)]
-    for benchmark in report.benchmarks:
-        if len(report.benchmarks) > 1:
-            lines += ["", f"## {markdown(benchmark)}"]
-        columns = _columns(report, benchmark)
-        lines += ["", f"| {' | '.join(markdown(column.title) for column in columns)} |", f"|{'---|' * len(columns)}"]
-        for row in zip(*(column.cells for column in columns), strict=True):
-            texts = (f"**{markdown(text)}**" if best else markdown(text) for text, best in row)
-            lines.append(f"| {' | '.join(texts)} |")
-    lines += ["", *map(markdown, report.notes)]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def to_text(report: Report) -> str:
-    """Return the verdicts of a report, and for each benchmark the columns that fit into 100 characters."""
-    lines = [report.title]
-    lines += [
-        textwrap.fill(verdict, _WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
-        for verdict in report.verdicts()
-    ]
-    n_left_out = 0
-    for benchmark in report.benchmarks:
-        columns = [[title, *(text for text, _ in cells)] for title, cells in _columns(report, benchmark)]
-        columns = [column for column in columns if any(column[1:]) and column[0] not in ("dimensions", "seconds")]
-        sizes = [max(map(len, column)) for column in columns]
-        n_shown = next((i for i in range(len(sizes), 3, -1) if sum(sizes[:i]) + 2 * i <= _WIDTH), 3)
-        n_left_out += len(columns) - n_shown
-        lines += ["", benchmark] if benchmark else [""]
-        for row in zip(*columns[:n_shown], strict=True):
-            texts = [text.ljust(sizes[i]) if i < 2 else text.rjust(sizes[i]) for i, text in enumerate(row)]
-            lines.append("  ".join(texts).rstrip())
-    if n_left_out:
-        lines += ["", f"Columns not shown: {n_left_out}; see to_frame(), to_markdown(), or write(folder)."]
-    return "\n".join(lines)
 
 
 def to_html(report: Report, *, pictures: bool = True) -> str:

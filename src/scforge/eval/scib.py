@@ -270,8 +270,7 @@ class Scib(Benchmark):
         self.max_cells = max_cells
         if pre_integrated is not None and (batch_key is None or not isinstance(pre_integrated, pd.DataFrame)):
             raise OptionError(
-                "must be a DataFrame with one row per cell, and requires batch_key.",
-                argument="pre_integrated",
+                "must be a DataFrame with one row per cell, and requires batch_key.", argument="pre_integrated"
             )
         self.pre_integrated = pre_integrated
         self.metrics = self._computed()
@@ -281,7 +280,9 @@ class Scib(Benchmark):
         """Return the names of the computed metrics."""
         wanted = self._wanted()
         means = list(_MEANS) if self.batch_key is not None else ["bio"]
-        return (*means, *(name for name in (*_BIO, *_BATCH) if wanted[_group(name)]))
+        # Two functions of scib-metrics compute both NMI and ARI.
+        functions = {name: theirs.removesuffix("_nmi").removesuffix("_ari") for name, theirs in (_BIO | _BATCH).items()}
+        return (*means, *(name for name, function in functions.items() if wanted[function]))
 
     def before_integration(self, components: pd.DataFrame) -> Scib:
         """Return a copy with coordinates before integration, or the benchmark itself if these are set or not used."""
@@ -471,8 +472,3 @@ def _drawn(labels: pd.Categorical, size: int, rng: np.random.Generator) -> np.nd
     order = np.lexsort([rng.random(len(codes)), codes])
     rank = np.arange(len(codes)) - np.searchsorted(codes[order], codes[order])
     return np.sort(order[rank < wanted[codes[order]]])
-
-
-def _group(name: str) -> str:
-    """Return the name of the scib-metrics function that computes a score; two functions compute both NMI and ARI."""
-    return _NAMES[name].removesuffix("_nmi").removesuffix("_ari")

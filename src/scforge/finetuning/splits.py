@@ -13,7 +13,7 @@ import pandas as pd
 
 from scforge._checks import check_share
 from scforge._columns import texts_of
-from scforge.data.splits import split_cells
+from scforge.data.sampling import split_cells
 from scforge.errors import DataError, OptionError, listing, warn
 
 PARTS = ("train", "validation", "test")

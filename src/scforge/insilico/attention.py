@@ -56,10 +56,12 @@ def attention_between_genes(
     """
     check_offers(module, "output_attentions", "does not return attention weights")
     n_genes, n_special = tokenizer.vocab.n_genes, tokenizer.vocab.n_special
-    used, n_seen = _widely_expressed(cells, max_genes)
-    if n_seen > len(used):
+    n_cells = np.bincount(cells.counts.indices, minlength=n_genes)
+    seen = np.flatnonzero(n_cells)
+    used = np.sort(seen[np.argsort(-n_cells[seen], kind="stable")[:max_genes]])
+    if len(seen) > len(used):
         warn(
-            f"only the {len(used)} most widely expressed of {n_seen} genes are analyzed; raise max_genes to include "
+            f"only the {len(used)} most widely expressed of {len(seen)} genes are analyzed; raise max_genes to include "
             "more."
         )
     positions = np.full(len(tokenizer.vocab), -1, dtype=np.int64)
@@ -76,21 +78,11 @@ def attention_between_genes(
         at[~weights.any(axis=2)] = -1  # a token that had no room
         _add(weights, at, sums, numbers)
 
-    batch_size = max(1, min(batch_size, _NUMBERS // (_n_heads(module) * longest**2)))
+    # In all layers.
+    n_heads = sum(part.num_heads for part in module.modules() if isinstance(getattr(part, "num_heads", None), int))
+    batch_size = max(1, min(batch_size, _NUMBERS // (max(1, n_heads) * longest**2)))
     visit(module, cells, tokenizer, add, objective=objective, batch_size=batch_size)
     return _strongest(sums, numbers, used, n_genes, top_k, min_cells)
-
-
-def _n_heads(module: nn.Module) -> int:
-    """Return the total number of attention heads in all layers."""
-    return max(1, sum(part.num_heads for part in module.modules() if isinstance(getattr(part, "num_heads", None), int)))
-
-
-def _widely_expressed(cells: CellSource, most: int) -> tuple[np.ndarray, int]:
-    """Return up to `most` genes expressed in the most cells, ascending, and the number of expressed genes."""
-    n_cells = np.bincount(cells.counts.indices, minlength=cells.counts.shape[1])
-    seen = np.flatnonzero(n_cells)
-    return np.sort(seen[np.argsort(-n_cells[seen], kind="stable")[:most]]), len(seen)
 
 
 def _over_heads(weights_bnss: torch.Tensor, heads: str | int) -> torch.Tensor:

@@ -41,9 +41,15 @@ def input_gene_embeddings(module: nn.Module, tokenizer: Tokenizer) -> np.ndarray
     if callable(table := getattr(module, "token_table", None)):
         return table()[vocab.n_special :].float().cpu().numpy()
     ids = torch.arange(vocab.n_special, len(vocab), device=next(module.parameters()).device)
-    embedding = _token_embedding(module, len(vocab))
-    if embedding is None:
+    # A component known to embed tokens, or the first table with the size of the vocabulary.
+    parts = list(module.modules())
+    candidates: list[nn.Module] = [part.gene_embedding for part in parts if isinstance(part, GeneExpressionEmbedding)]
+    candidates += [part for part in parts if isinstance(part, GeneVectorBag)]
+    tables = [part for part in parts if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    candidates += [part for part in tables if part.num_embeddings == len(vocab)]
+    if not candidates:
         raise OptionError(f"{type(module).__name__} has no GeneExpressionEmbedding with {len(vocab)} tokens.")
+    embedding = candidates[0]
     is_bag = isinstance(embedding, nn.EmbeddingBag | GeneVectorBag)
     # A bag sums: bags of one token each.
     vectors = embedding(ids.unsqueeze(1)) if is_bag else embedding(ids.unsqueeze(0))[0]
@@ -130,13 +136,3 @@ def check_offers(module: nn.Module, option: str, lack: str, fix: str = "") -> No
 
 def _offers(architecture: type[nn.Module], option: str) -> bool:
     return option in inspect.signature(architecture.forward).parameters
-
-
-def _token_embedding(module: nn.Module, n_tokens: int) -> nn.Module | None:
-    """Return the module that embeds tokens: a known component, or the first module with the vocabulary size."""
-    parts = list(module.modules())
-    candidates: list[nn.Module] = [part.gene_embedding for part in parts if isinstance(part, GeneExpressionEmbedding)]
-    candidates += [part for part in parts if isinstance(part, GeneVectorBag)]
-    tables = [part for part in parts if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
-    candidates += [part for part in tables if part.num_embeddings == n_tokens]
-    return next(iter(candidates), None)

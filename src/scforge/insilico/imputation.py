@@ -137,7 +137,9 @@ def predict_counted(
         for fold in range(n_folds):
             of_fold = counted & (fold_of == fold)
             shown = _tokens(_without(block, fold_of.numpy() == fold), tokenizer, objective) if relative else tokens
-            for hidden in _some_at_a_time(of_fold, most):
+            part_of = (of_fold.cumsum(dim=1) - 1) // most
+            for number in range(-(-int(of_fold.sum(dim=1).max()) // most)):
+                hidden = of_fold & (part_of == number)
                 values = torch.where(hidden, _predict(module, shown, hidden, tokenizer, objective), values)
         # Genes ascend within a cell.
         entries = (values.numpy()[counted.numpy()], block.genes, block.indptr)
@@ -268,13 +270,6 @@ def _room_for_hidden(module: nn.Module, objective: Objective) -> int:
     """Return the maximum number of genes per cell that can be masked at a time."""
     room = getattr(module, "attended_tokens", None) if objective.denoises_values else None
     return _NO_LIMIT if room is None else max(1, room // 2)  # the others are visible
-
-
-def _some_at_a_time(hidden: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
-    """Yield the genes to mask, bool (B, G), in parts with at most `most` genes per cell."""
-    part = (hidden.cumsum(dim=1) - 1) // most
-    for number in range(-(-int(hidden.sum(dim=1).max()) // most)):
-        yield hidden & (part == number)
 
 
 def _hidden_at_once(module: nn.Module, cells: Cells, tokenizer: Tokenizer, objective: Objective) -> int:

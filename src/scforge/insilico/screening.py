@@ -171,7 +171,11 @@ class Perturbation:
             if isinstance(tokenizer, EntropyRankedTokenizer):
                 weights = serialization_weights(tokenizer.vocab, tokenizer.weighting)
             return cls(mode, scales=scales, weights=weights)
-        return cls(mode, shares=usual_shares(cells) if mode == "activate" else None)
+        if mode != "activate":
+            return cls(mode)
+        totals = np.repeat(np.maximum(cells.totals, 1.0), np.diff(cells.counts.indptr))
+        shares = pd.Series(cells.counts.data / totals).groupby(cells.counts.indices)
+        return cls(mode, shares=shares.median().reindex(range(cells.counts.shape[1])).to_numpy())
 
     def applies(self, expressed_nk: np.ndarray) -> np.ndarray:
         """Return which cells are perturbed (bool, shape (N,)), given the genes that they express (bool, shape (N, K)).
@@ -197,27 +201,18 @@ class Perturbation:
         """
         found_bk, place_bk = _find(block, genes_bk)
         before_bk = np.where(found_bk, np.append(block.counts, 0)[place_bk], 0).astype(np.float64)
-        return with_counts(block, genes_bk, self._after(block, genes_bk, before_bk, found_bk, place_bk))
-
-    def _after(
-        self,
-        block: CellBlock,
-        genes_bk: np.ndarray,
-        before_bk: np.ndarray,
-        found_bk: np.ndarray,
-        place_bk: np.ndarray,
-    ) -> np.ndarray:
-        """Return the new counts, integers stored as float64, shape (B, K)."""
+        after_bk = np.zeros_like(before_bk)
         if self.scales is not None:
             ratios = block.counts / self.scales[block.genes]
             ratios[place_bk[found_bk]] = 0.0  # to be above the others, not above itself
             highest_b1 = _row_max(ratios, block.indptr)[:, None]
-            raised_bk = np.maximum(before_bk, np.floor(highest_b1 * self.scales[genes_bk]) + 1)
-            return raised_bk if self.weights is None else self._first(block, genes_bk, before_bk, raised_bk, ratios)
-        if self.shares is not None:
+            after_bk = np.maximum(before_bk, np.floor(highest_b1 * self.scales[genes_bk]) + 1)
+            if self.weights is not None:
+                after_bk = self._first(block, genes_bk, before_bk, after_bk, ratios)
+        elif self.shares is not None:
             usual_bk = np.maximum(1.0, np.rint(self.shares[genes_bk] * block.totals[:, None]))
-            return np.where(before_bk > 0, before_bk, usual_bk)
-        return np.zeros_like(before_bk)
+            after_bk = np.where(before_bk > 0, before_bk, usual_bk)
+        return with_counts(block, genes_bk, after_bk)
 
     def _first(
         self,
@@ -350,16 +345,6 @@ def with_counts(block: CellBlock, genes_bk: np.ndarray, counts_bk: np.ndarray) -
         counts=counts[kept],
         totals=block.totals + (counts_bk - before_bk).sum(axis=1),
     )
-
-
-def usual_shares(cells: CellSource) -> np.ndarray:
-    """Return the median fraction of a cell's counts for each gene, in the cells that express the gene.
-
-    Float64, shape (G,); NaN for genes that no cell expresses.
-    """
-    totals = np.repeat(np.maximum(cells.totals, 1.0), np.diff(cells.counts.indptr))
-    shares = pd.Series(cells.counts.data / totals).groupby(cells.counts.indices)
-    return shares.median().reindex(range(cells.counts.shape[1])).to_numpy()
 
 
 def _entry_cells(block: CellBlock) -> np.ndarray:

@@ -272,8 +272,7 @@ def _begin(
         )
     if first_id is None and not bool(has_value[:, 0].all()):
         raise OptionError(
-            "has no bin for the first token, which cannot be predicted; pass its bin in values.",
-            argument="prompt",
+            "has no bin for the first token, which cannot be predicted; pass its bin in values.", argument="prompt"
         )
     return _Prompt(ids, bins, lengths)
 

@@ -20,7 +20,7 @@ from scforge.models._utils import Architecture, init_weights
 from scforge.models.components.attention import check_shapes, token_positions
 from scforge.models.components.cross_entropy import token_loss
 from scforge.models.components.embeddings import GeneExpressionEmbedding
-from scforge.models.components.gene_vectors import token_bag
+from scforge.models.components.gene_vectors import token_embedding
 from scforge.models.components.heads import MaskedGenePredictionHead
 from scforge.models.components.latent import LOG_VARIANCES, BatchIntegrationHead, draw_latent
 from scforge.models.components.pooling import mean_pool
@@ -217,7 +217,7 @@ class GenePoolingModel(Architecture):
         else:
             self.latent_dim = hidden_dim if latent_dim is None else latent_dim
             widths = [hidden_dim, *[ffn_dim] * num_layers, self.latent_dim]
-            bag = token_bag(vocab_size, hidden_dim, gene_vectors)
+            bag = token_embedding(vocab_size, hidden_dim, gene_vectors, bag=True)
             self.body = _WeightedSum(bag, widths, dropout, layer_norm_eps)
         self.head = MaskedGenePredictionHead(self.latent_dim, vocab_size, layer_norm_eps).apply(init_weights)
         self.decoder = None
@@ -256,24 +256,22 @@ class GenePoolingModel(Architecture):
         The fast form represents only the whole cell, so it has one hidden state, which is the same at all positions.
         """
         tokens_bs = attention_mask != 0
-        states, embeddings_bl = self._run(input_ids, tokens_bs, values)
+        check_shapes(input_ids.shape, attention_mask=tokens_bs, values=values)
+        values = None if values is None else values.masked_fill(~tokens_bs, 0)
+        states, embeddings_bl = self.body(input_ids, tokens_bs, values)
         if labels is not None:
             labels = labels.masked_fill(~tokens_bs, IGNORE_LABEL)
         loss, logits = token_loss(self.head, states[-1], labels, return_logits=return_logits)
         hidden_states = tuple(states) if output_hidden_states else None
         return ModelOutput(loss=loss, logits=logits, embeddings=embeddings_bl, hidden_states=hidden_states)
 
-    def _run(
-        self, input_ids: torch.Tensor, tokens_bs: torch.Tensor, values: torch.Tensor | None
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        check_shapes(input_ids.shape, attention_mask=tokens_bs, values=values)
-        return self.body(input_ids, tokens_bs, None if values is None else values.masked_fill(~tokens_bs, 0))
-
     def encode(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, values: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
         """Return cell embeddings, shape (B, L). For the arguments, see :meth:`forward`."""
-        return self._run(input_ids, attention_mask != 0, values)[1]
+        tokens_bs = attention_mask != 0
+        check_shapes(input_ids.shape, attention_mask=tokens_bs, values=values)
+        return self.body(input_ids, tokens_bs, None if values is None else values.masked_fill(~tokens_bs, 0))[1]
 
     def infer(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, values: torch.Tensor | None = None, **kwargs: Any

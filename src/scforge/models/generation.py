@@ -50,15 +50,13 @@ def read_prompt(
     wrong = mask & ~first & ((ids < n_special) | (ids >= vocab_size))
     if bool(wrong.any()):
         raise OptionError(
-            f"contains the token {int(ids[wrong][0])}, which is not a gene; remove this token.",
-            argument="prompt",
+            f"contains the token {int(ids[wrong][0])}, which is not a gene; remove this token.", argument="prompt"
         )
     again = mask & ~first_of_its_kind(ids.masked_fill(~mask, -1))
     if bool(again.any()):
         row, column = again.nonzero()[0].tolist()
         raise OptionError(
-            f"contains gene {int(ids[row, column])} more than once in cell {row}; pass each once.",
-            argument="prompt",
+            f"contains gene {int(ids[row, column])} more than once in cell {row}; pass each once.", argument="prompt"
         )
     return Prompt(ids, values, mask, first)
 

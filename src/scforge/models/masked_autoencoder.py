@@ -381,7 +381,15 @@ class MaskedAutoencoder(Architecture):
         values_bc = seen(values)
         if values_bc is not None and self.value_loss in COUNT_LOSSES:
             values_bc = log_counts(self.value_loss, values_bc, visible_bc)
-        embedded = self.embedding(layout.take(input_ids)[:, : layout.width], values_bc, self._positions(layout))
+        most = self.embedding.max_seq_len
+        # In a batch that is narrow enough no token can stand too far behind, and a GPU need not be asked.
+        learned = self.embedding.position_embedding is not None
+        if learned and layout.visible.shape[1] > most and (furthest := layout.furthest()) > most:
+            advice = "increase max_seq_len, or lower the tokenizer's max_len"
+            raise OptionError(f"a cell has {furthest} tokens, but max_seq_len={most}; {advice}.")
+        # Tokens that the encoder does not see may stand beyond the last position.
+        positions_bc = layout.positions[:, : layout.width].clamp(max=most - 1)
+        embedded = self.embedding(layout.take(input_ids)[:, : layout.width], values_bc, positions_bc)
         return self.encoder(
             embedded,
             visible_bc,
@@ -394,17 +402,6 @@ class MaskedAutoencoder(Architecture):
         if not layout.width:
             return encoded_bch.sum(dim=1)
         return POOLINGS[self.pooling](encoded_bch, layout.visible[:, : layout.width])
-
-    def _positions(self, layout: Layout) -> torch.Tensor:
-        """Return the position of each token in the encoder, (B, C), and check that it is available."""
-        most = self.embedding.max_seq_len
-        # In a batch that is narrow enough no token can stand too far behind, and a GPU need not be asked.
-        learned = self.embedding.position_embedding is not None
-        if learned and layout.visible.shape[1] > most and (furthest := layout.furthest()) > most:
-            advice = "increase max_seq_len, or lower the tokenizer's max_len"
-            raise OptionError(f"a cell has {furthest} tokens, but max_seq_len={most}; {advice}.")
-        # Tokens that the encoder does not see may stand beyond the last position.
-        return layout.positions[:, : layout.width].clamp(max=most - 1)
 
     def _predict(
         self,

@@ -285,7 +285,15 @@ class TransformerEncoder(Architecture):
             loss, logits = token_loss(self.head, out.hidden, labels, return_logits=return_logits, weight_vh=weight)
         expression = None
         if self.expression_head is not None:
-            further = self._expression_loss(out.hidden, tokens_bs, masked_positions, value_labels, bin_labels)
+            further = None
+            if isinstance(self.expression_head, BinPredictionHead):
+                if bin_labels is not None:
+                    bins_bs = bin_labels.masked_fill(~tokens_bs, IGNORE_LABEL)
+                    further, _ = token_loss(self.expression_head, out.hidden, bins_bs, return_logits=False)
+            elif masked_positions is not None and value_labels is not None:
+                chosen = (masked_positions != 0) & tokens_bs
+                error = self.expression_head(out.hidden[chosen]).float() - value_labels[chosen].float()
+                further = error.square().sum() / max(1, len(error))
             if further is not None:
                 further = self.expression_loss_weight * further
                 loss = further if loss is None else loss + further
@@ -298,26 +306,6 @@ class TransformerEncoder(Architecture):
             attentions=out.attentions,
             expression=expression,
         )
-
-    def _expression_loss(
-        self,
-        hidden_bsh: torch.Tensor,
-        tokens_bs: torch.Tensor,
-        masked_bs: torch.Tensor | None,
-        values_bs: torch.Tensor | None,
-        bins_bs: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        """Return the loss of the expression head at positions with targets."""
-        if isinstance(self.expression_head, BinPredictionHead):
-            if bins_bs is None:
-                return None
-            bins_bs = bins_bs.masked_fill(~tokens_bs, IGNORE_LABEL)
-            return token_loss(self.expression_head, hidden_bsh, bins_bs, return_logits=False)[0]
-        if masked_bs is None or values_bs is None or self.expression_head is None:
-            return None
-        chosen = (masked_bs != 0) & tokens_bs
-        error = self.expression_head(hidden_bsh[chosen]).float() - values_bs[chosen].float()
-        return error.square().sum() / max(1, len(error))
 
     def encode(
         self,

@@ -109,8 +109,7 @@ class PerturbationKeys:
         twice = self.titles([effect for effect, n in Counter(effects).items() if n > 1])
         if twice := [*twice, *table.columns[table.columns.duplicated()]]:
             raise DataError(
-                f"contains {listing(twice)} more than once; pass each effect and gene once.",
-                argument="predictions",
+                f"contains {listing(twice)} more than once; pass each effect and gene once.", argument="predictions"
             )
         return effects
 

@@ -246,8 +246,7 @@ def score_deltas(
 
     if not np.isfinite(predicted).all():
         raise DataError(
-            "contains NaN or infinite values, so effects cannot be scored; pass finite values.",
-            argument="predicted",
+            "contains NaN or infinite values, so effects cannot be scored; pass finite values.", argument="predicted"
         )
     top = np.argsort(-np.abs(scores), axis=1, kind="stable")[:, :_TOP_GENES]
     weights, error, nothing = de_weights(scores), predicted - measured, np.full(len(predicted), np.nan)

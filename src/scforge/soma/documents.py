@@ -21,8 +21,11 @@ from scforge.errors import DataError, MissingFileError, OptionError, did_you_mea
 KINDS = ("auto", "bytes", "fasta", "table")
 """How files are read; ``"auto"`` decides by file suffix."""
 
-_FASTA = {".fa", ".faa", ".fas", ".fasta", ".ffn", ".fna"}
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_KIND_OF = {
+    **dict.fromkeys((".fa", ".faa", ".fas", ".fasta", ".ffn", ".fna"), "fasta"),
+    **dict.fromkeys(_DELIMITERS, "table"),
+}
 _COLUMNS = {"gene_column": "gene", "text_column": "text"}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -94,7 +97,10 @@ def read_groups(
 ) -> list[list[Document]]:
     """Read the documents of each group of files; see :func:`read_documents`."""
     check_choice("kind", kind, KINDS)
-    kinds = [[(path, _detect_kind(path, kind)) for path in _paths(files)] for files in groups]
+    kinds = [
+        [(path, _KIND_OF.get(_suffix(path), "bytes") if kind == "auto" else kind) for path in _paths(files)]
+        for files in groups
+    ]
     there = {this for group in kinds for _, this in group}
     columns = {"gene_column": gene_column, "text_column": text_column}
     for option, value in {"field": field, **columns}.items():
@@ -115,12 +121,6 @@ def _paths(files: Files) -> list[Path]:
     if not paths:
         raise OptionError("is empty; pass at least one file.", argument="files")
     return paths
-
-
-def _detect_kind(path: Path, kind: str) -> str:
-    if kind != "auto":
-        return kind
-    return "fasta" if _suffix(path) in _FASTA else "table" if _suffix(path) in _DELIMITERS else "bytes"
 
 
 def _read(path: Path, kind: str, field: str | None, columns: dict[str, str]) -> list[Document]:

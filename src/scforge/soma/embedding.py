@@ -165,7 +165,9 @@ def _embed(
     check_count("batch_size", batch_size, "sequences")
     check_choice("duplicates", duplicates, ("error", "mean"))
     if output is not None:
-        _check_output(Path(output), overwrite)
+        if Path(output).suffix not in _SUFFIXES:
+            raise OptionError(f"has an unknown format; it must end with {' or '.join(_SUFFIXES)}.", output=str(output))
+        check_output("output", Path(output), overwrite=overwrite)
     names = pd.Index([document.name for document in documents], name="gene")
     if duplicates == "error" and names.has_duplicates:
         twice = names[names.duplicated()].unique()
@@ -190,12 +192,6 @@ def _embed(
             else:
                 table.to_csv(temporary)
     return table
-
-
-def _check_output(output: Path, overwrite: bool) -> None:
-    if output.suffix not in _SUFFIXES:
-        raise OptionError(f"has an unknown format; it must end with {' or '.join(_SUFFIXES)}.", output=str(output))
-    check_output("output", output, overwrite=overwrite)
 
 
 @torch.inference_mode()

@@ -45,7 +45,7 @@ def write_model(folder: Path, model: Model, *, seq_len: int, facts: Mapping[str,
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tuple[Model, int]:
+def read_model(folder: str | os.PathLike[str]) -> tuple[Model, int]:
     """Return the model in a folder, or in the folder of a training run, and its sequence length.
 
     Raises
@@ -58,14 +58,12 @@ def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tu
         If a file is corrupted, or weights and configuration do not match.
     """
     if not isinstance(folder, str | os.PathLike):
-        raise OptionError(f"is of type {type(folder).__name__}; pass the folder of a training run.", argument=argument)
+        raise OptionError(f"is of type {type(folder).__name__}; pass the folder of a training run.", argument="model")
     path = Path(folder)
     if not (path / CONFIG).is_file() and (path / FINAL / CONFIG).is_file():
         path /= FINAL
     if missing := [name for name in (CONFIG, WEIGHTS) if not (path / name).is_file()]:
-        raise MissingFileError(
-            f"is not a byte-level language model: {missing[0]} is missing.", argument=argument, value=str(path)
-        )
+        raise MissingFileError(f"is not a byte-level language model: {missing[0]} is missing.", model=str(path))
     return read_settled(path, _read)
 
 

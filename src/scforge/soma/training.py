@@ -363,7 +363,8 @@ def train(
             how = spelled("resume='auto'", "--resume auto")
             logger.warning("Training stopped and a checkpoint was saved; continue with %s.", how)
             signal.raise_signal(result.signal)
-        bits = _bits(result)
+        measured = "validation" if "validation_bits_per_byte" in result.history else "train"
+        bits = result.history[f"{measured}_bits_per_byte"][result.best_epoch]
         facts |= {"bits_per_byte": bits, "epochs": result.n_epochs, "best_epoch": result.best_epoch + 1}
         with atomic_folder(folder.path / FINAL, overwrite=True) as target:
             write_model(target, model, seq_len=seq_len, facts=facts)
@@ -449,9 +450,3 @@ def _fit(plan: TrainingPlan, data: Any, options: TrainOptions, saving: SaveOptio
             f"memory ran out with batches of {data.batch_size} sequences of {data.train_chunks.seq_len} tokens; lower "
             f"batch_size or seq_len, or pass {spelled('gradient_checkpointing=True', '--gradient-checkpointing')}."
         ) from error
-
-
-def _bits(result: FitResult) -> float:
-    held_out = "validation_bits_per_byte" in result.history
-    values = result.history["validation_bits_per_byte" if held_out else "train_bits_per_byte"]
-    return values[result.best_epoch]

@@ -104,8 +104,7 @@ def unflatten_dict(flat_dict: Mapping[str, Any], sep: str = ".") -> dict[str, An
                 )
         if isinstance(node.get(last), dict) and not isinstance(value, dict):
             raise DataError(
-                f"has a value at {path!r} and other values below it; rename one of these keys.",
-                argument="flat_dict",
+                f"has a value at {path!r} and other values below it; rename one of these keys.", argument="flat_dict"
             )
         node[last] = value
     return nested

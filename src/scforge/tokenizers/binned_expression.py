@@ -24,12 +24,6 @@ _TABLE = 1024
 _STREAM = 0x62696E73  # "bins": its random numbers are others than those of masks, samples and views
 
 
-def check_binning(n_bins: int, side: str) -> None:
-    """Raise an OptionError if there are fewer than three bins, or `side` is unknown."""
-    check_count("n_bins", n_bins, "bins", least=3)
-    check_choice("side", side, SIDES)
-
-
 def quantile_bins(
     counts: sparse.csr_matrix, *, n_bins: int = 51, side: str = "both", random_state: int = 0
 ) -> sparse.csr_matrix:
@@ -65,7 +59,8 @@ def quantile_bins(
     >>> quantile_bins(cell, random_state=0).toarray()
     array([[ 0,  7,  5,  6, 22, 29, 36, 43,  0, 50]])
     """
-    check_binning(n_bins, side)
+    check_count("n_bins", n_bins, "bins", least=3)
+    check_choice("side", side, SIDES)
     matrix = sparse.csr_matrix(counts, copy=True)
     matrix.sum_duplicates()
     matrix.eliminate_zeros()
@@ -281,8 +276,8 @@ class BinnedExpressionTokenizer(Tokenizer):
                 raise OptionError(f", but {len(edges)} edges define {len(edges) + 2} bins; omit n_bins.", n_bins=n_bins)
         self.edges = edges
         self.n_bins = len(edges) + 2 if edges is not None else 51 if n_bins is None else n_bins
-        check_binning(self.n_bins, side)
-        self.side = side
+        check_count("n_bins", self.n_bins, "bins", least=3)
+        self.side = check_choice("side", side, SIDES)
         self.include_zero_genes = check_bool("include_zero_genes", include_zero_genes)
         self.truncation = check_choice("truncation", truncation, ["random", "highest"])
         self.samples = truncation == "random"

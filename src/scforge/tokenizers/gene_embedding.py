@@ -236,8 +236,7 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
             )
         if dropped is not None and (missing == "learned" or table is not None):
             raise OptionError(
-                "is computed from table with missing='drop' and cannot be passed here; omit it.",
-                argument="dropped",
+                "is computed from table with missing='drop' and cannot be passed here; omit it.", argument="dropped"
             )
         if missing == "drop" and options.get("library_size", "data") != "data":
             raise OptionError("needs the library size of all genes; pass library_size='data'.", missing="drop")

@@ -53,8 +53,7 @@ def geneformer_vocab(
     for what, of_genes in (("token", tokens), ("median", medians)):
         if odd := [value for value in of_genes.values() if not isinstance(value, numbers.Real)]:
             raise DataError(
-                f"contains the {what} {odd[0]!r}, which is not a number; pass {_BOTH}.",
-                argument="tokens_medians",
+                f"contains the {what} {odd[0]!r}, which is not a number; pass {_BOTH}.", argument="tokens_medians"
             )
     names = sorted(tokens, key=lambda name: tokens[name])
     special = _SPECIAL[version]

@@ -13,8 +13,7 @@ import torch
 from scforge._checks import check_bool, check_count, check_seed
 from scforge._columns import texts_of
 from scforge.data.cells import CellBlock, Cells, named_column
-from scforge.data.sampling import Balance, CellOrder, CellWeights, ClassBalance
-from scforge.data.splits import split_cells
+from scforge.data.sampling import Balance, CellOrder, CellWeights, ClassBalance, split_cells
 from scforge.errors import DataError, OptionError, TrainingError, listing, warn
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.loading import BatchLoader

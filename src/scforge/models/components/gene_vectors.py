@@ -185,30 +185,24 @@ class GeneVectorBag(GeneVectorEmbedding):
         return (embedded * per_sample_weights.to(embedded.dtype).unsqueeze(-1)).sum(dim=1)
 
 
-def token_embedding(vocab_size: int, hidden_dim: int, gene_vectors: Mapping[str, Any] | None = None) -> nn.Module:
-    """Return a token embedding, plain or with pretrained vectors: the arguments of :class:`GeneVectorEmbedding`."""
+def token_embedding(
+    vocab_size: int, hidden_dim: int, gene_vectors: Mapping[str, Any] | None = None, *, bag: bool = False
+) -> nn.Module:
+    """Return a token embedding, plain or with pretrained vectors: the arguments of :class:`GeneVectorEmbedding`.
+
+    With `bag`, the module returns weighted sums of the embeddings of a cell.
+    """
+    if gene_vectors is None and bag:
+        return nn.EmbeddingBag(vocab_size, hidden_dim, mode="sum", padding_idx=PAD_ID)
     if gene_vectors is None:
         return nn.Embedding(vocab_size, hidden_dim, padding_idx=PAD_ID)
-    return _build(GeneVectorEmbedding, vocab_size, hidden_dim, gene_vectors)
-
-
-def token_bag(vocab_size: int, hidden_dim: int, gene_vectors: Mapping[str, Any] | None = None) -> nn.Module:
-    """Return a module for weighted sums of token embeddings; for the parameters, see :func:`token_embedding`."""
-    if gene_vectors is None:
-        return nn.EmbeddingBag(vocab_size, hidden_dim, mode="sum", padding_idx=PAD_ID)
-    return _build(GeneVectorBag, vocab_size, hidden_dim, gene_vectors)
-
-
-def _build[E: GeneVectorEmbedding](
-    cls: type[E], vocab_size: int, hidden_dim: int, gene_vectors: Mapping[str, Any]
-) -> E:
     if not isinstance(gene_vectors, Mapping) or not {"dim", "learned"} <= set(gene_vectors):
         raise OptionError(
             "is not a dict with 'dim' and 'learned'; omit gene_vectors, or pass e.g. {'dim': 1280, 'learned': 4}.",
             gene_vectors=gene_vectors,
         )
     check_options("option", "gene_vectors", gene_vectors, ["dim", "learned", "frozen"])
-    return cls(vocab_size, hidden_dim, **gene_vectors)
+    return (GeneVectorBag if bag else GeneVectorEmbedding)(vocab_size, hidden_dim, **gene_vectors)
 
 
 def fill_gene_vectors(module: nn.Module, vectors: torch.Tensor) -> None:
@@ -239,7 +233,7 @@ def fill_gene_vectors(module: nn.Module, vectors: torch.Tensor) -> None:
     >>> model.embedding.gene_embedding.vectors.weight.norm(dim=1)
     tensor([1., 1.])
     """
-    parts = _parts(module)
+    parts = [part for part in module.modules() if isinstance(part, GeneVectorEmbedding)]
     if not parts:
         raise OptionError(
             f"{type(module).__name__} has an option 'gene_vectors', but does not embed gene vectors; pass the option "
@@ -251,13 +245,9 @@ def fill_gene_vectors(module: nn.Module, vectors: torch.Tensor) -> None:
 
 def check_filled(module: nn.Module) -> None:
     """Raise an error if a :class:`GeneVectorEmbedding` of a model has not been filled."""
-    if any(not part.scale for part in _parts(module)):
+    if any(isinstance(part, GeneVectorEmbedding) and not part.scale for part in module.modules()):
         raise OptionError(
             "is set, but no vectors were passed to the model; omit gene_vectors, and pass the vectors "
             "with tokenizer={'name': 'gene_embedding', 'table': ...}.",
             argument="gene_vectors",
         )
-
-
-def _parts(module: nn.Module) -> list[GeneVectorEmbedding]:
-    return [part for part in module.modules() if isinstance(part, GeneVectorEmbedding)]

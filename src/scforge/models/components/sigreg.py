@@ -83,7 +83,8 @@ class SIGReg(nn.Module):
         The statistic, a float32 scalar.
         """
         noise = torch.randn(x.shape[-1], self.slices, device=x.device, dtype=torch.float32)
-        several = self.sync and torch.is_grad_enabled() and _n_processes() > 1
+        together = torch.distributed.is_available() and torch.distributed.is_initialized()
+        several = self.sync and torch.is_grad_enabled() and together and torch.distributed.get_world_size() > 1
         if several:
             torch.distributed.broadcast(noise, src=0)
         return self._statistic(x, noise, several=several)
@@ -106,19 +107,17 @@ class SIGReg(nn.Module):
 
     def _statistic(self, x: torch.Tensor, noise: torch.Tensor, *, several: bool) -> torch.Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            return self._in_float32(x.float(), noise.float(), several=several)
-
-    def _in_float32(self, x: torch.Tensor, noise: torch.Tensor, *, several: bool) -> torch.Tensor:
-        t, phi, weights = self._quadrature()
-        real_kt, imaginary_kt = _means_of_multiples(_angles(x, noise, t), self.points)
-        n_cells: int | torch.Tensor = x.shape[-2]
-        if several:
-            n_own = n_cells
-            n_cells = torch.tensor(float(n_own), device=x.device)
-            torch.distributed.all_reduce(n_cells)
-            real_kt, imaginary_kt = _SumOverProcesses.apply(torch.stack([real_kt, imaginary_kt]) * (n_own / n_cells))
-        error_kt = (real_kt - phi).square() + imaginary_kt.square()
-        return (error_kt @ weights).mean() * n_cells
+            t, phi, weights = self._quadrature()
+            real_kt, imaginary_kt = _means_of_multiples(_angles(x.float(), noise.float(), t), self.points)
+            n_cells: int | torch.Tensor = x.shape[-2]
+            if several:
+                n_own = n_cells
+                n_cells = torch.tensor(float(n_own), device=x.device)
+                torch.distributed.all_reduce(n_cells)
+                shares = torch.stack([real_kt, imaginary_kt]) * (n_own / n_cells)
+                real_kt, imaginary_kt = _SumOverProcesses.apply(shares)
+            error_kt = (real_kt - phi).square() + imaginary_kt.square()
+            return (error_kt @ weights).mean() * n_cells
 
     def of_groups(self, x: torch.Tensor, noise: torch.Tensor, shares_gn: torch.Tensor) -> torch.Tensor:
         """Return the statistic of each group of cells in this process, computed only from the cells in the group.
@@ -168,11 +167,6 @@ def _angles(x: torch.Tensor, noise: torch.Tensor, t: torch.Tensor) -> torch.Tens
     return (x @ (noise / noise.norm(dim=0, keepdim=True))) * t[1]
 
 
-def _n_processes() -> int:
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if there else 1
-
-
 class _SumOverProcesses(torch.autograd.Function):
     """A sum over processes whose gradient equals the gradient of the summed losses of all processes."""
 
@@ -189,12 +183,8 @@ class _SumOverProcesses(torch.autograd.Function):
         return total
 
 
-def _over_cells(values_nk: torch.Tensor) -> torch.Tensor:
-    return values_nk.mean(dim=-2)
-
-
 def _means_of_multiples(
-    angles_nk: torch.Tensor, points: int, mean: Callable[[torch.Tensor], torch.Tensor] = _over_cells
+    angles_nk: torch.Tensor, points: int, mean: Callable[[torch.Tensor], torch.Tensor] = lambda values: values.mean(-2)
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the means over N of cos(j a) and sin(j a) for j = 0 .. points - 1, each of shape (..., K, T).
 

@@ -383,33 +383,23 @@ class TransformerStack(nn.Module):
             whole = (hidden_bsh, tokens_bs, positions_bs, attention_bias)
             states = self._run(*whole, causal=causal, keep=keep, attentions=attentions)
         elif packing.ends is None:
-            states = self._in_groups(packing, hidden_bsh, positions_bs, attention_bias, causal, keep)
+            nothing = [None] * len(packing.groups)
+            positions = nothing if positions_bs is None else packing.split(positions_bs)
+            biases = nothing if attention_bias is None else packing.split(attention_bias)
+            parts = []
+            for group, part, places, bias in zip(
+                packing.groups, packing.split(hidden_bsh), positions, biases, strict=True
+            ):
+                # Where tokens were concatenated, padding follows them, and a causal mask hides it.
+                tokens = None if causal and packing.index is not None else group.tokens
+                parts.append(self._run(part, tokens, places, bias, causal=causal, keep=keep))
+            layers = zip(*parts, strict=True)
+            states = tuple(packing.unpack(torch.cat([part.flatten(0, 1) for part in layer])) for layer in layers)
         else:
             positions_p = None if positions_bs is None else packing.pack(positions_bs)
             row = self._run(packing.pack(hidden_bsh), None, positions_p, causal=causal, keep=keep, cells=packing.ends)
             states = tuple(packing.unpack(state) for state in row)
         return StackOutput(states[-1], states if keep else None, None if attentions is None else tuple(attentions))
-
-    def _in_groups(
-        self,
-        packing: Packing,
-        hidden_bsh: torch.Tensor,
-        positions_bs: torch.Tensor | None,
-        bias_bs: torch.Tensor | None,
-        causal: bool,
-        keep: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        """Run all layers on one group of cells after the other."""
-        nothing = [None] * len(packing.groups)
-        positions = nothing if positions_bs is None else packing.split(positions_bs)
-        biases = nothing if bias_bs is None else packing.split(bias_bs)
-        parts = []
-        for group, part, places, bias in zip(packing.groups, packing.split(hidden_bsh), positions, biases, strict=True):
-            # Where tokens were concatenated, padding follows them, and a causal mask hides it.
-            tokens = None if causal and packing.index is not None else group.tokens
-            parts.append(self._run(part, tokens, places, bias, causal=causal, keep=keep))
-        layers = zip(*parts, strict=True)
-        return tuple(packing.unpack(torch.cat([part.flatten(0, 1) for part in layer])) for layer in layers)
 
     def _run(
         self,

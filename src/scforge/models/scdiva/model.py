@@ -1,7 +1,11 @@
-"""The ScDiVa model, which runs the transformer in one of two modes, and its configuration."""
+"""The ScDiVa model, which runs the transformer in one of two modes, its generation of cells, and its configuration.
+
+Shapes: B cells, S tokens, P tokens of a prompt, G genes, V vocabulary, H hidden, L latent, M masked tokens.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from scforge._checks import check_choice, check_count, check_share
-from scforge._constants import N_SPECIAL, PAD_ID
+from scforge._constants import MASK_ID, N_SPECIAL, PAD_ID
 from scforge.errors import DataError, OptionError
-from scforge.models._utils import Architecture, evaluating
+from scforge.models._utils import Architecture, evaluating, number_of_each
 from scforge.models.components.config import TransformerConfig
 from scforge.models.components.heads import ExpressionPredictionHead
 from scforge.models.components.latent import (
@@ -22,10 +26,17 @@ from scforge.models.components.latent import (
     reconstruction_loss,
 )
 from scforge.models.components.transformer import Dropout, TransformerStack
-from scforge.models.protocol import ModelOutput
+from scforge.models.generation import (
+    LARGEST,
+    check_drawing,
+    draw,
+    first_of_its_kind,
+    generator_of,
+    read_prompt,
+    softmax,
+)
+from scforge.models.protocol import GeneratedCells, ModelOutput
 from scforge.models.registry import register_model
-from scforge.models.scdiva import tokens, vector
-from scforge.models.scdiva.generation import generate_cells
 from scforge.models.scdiva.parts import (
     AnnotationHead,
     GeneEmbedding,
@@ -37,6 +48,11 @@ from scforge.models.scdiva.parts import (
     gene_losses,
     init_scdiva,
     mean_over_cells,
+    scores_of,
+    token_profile_states,
+    token_states,
+    vector_profile_states,
+    vector_states,
     what_is_seen,
 )
 
@@ -44,12 +60,220 @@ if TYPE_CHECKING:
     from scforge.config.schema import ModelConfig
 
 
-_MODES: dict[str, Any] = {"tokens": tokens, "vector": vector}
-
 _TASKS = ["annotation", "batch_integration"]
+
+_VALUES_AT_ONCE = 2**24
+"""Number of logits computed at a time."""
 
 _OWN_BETA = 1e-3
 """Weight of the KL divergence if the latent variable is trained only on masked genes."""
+
+
+@torch.no_grad()
+def generate_cells(
+    model: ScDiVaModel,
+    n_cells: int,
+    prompt: Mapping[str, torch.Tensor] | None = None,
+    *,
+    n_tokens: int | torch.Tensor | None = None,
+    n_steps: int = 16,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    first_cell: int = 0,
+    first_id: int | None = None,
+    mask_id: int = MASK_ID,
+) -> GeneratedCells:
+    """Generate cells by iterative unmasking.
+
+    Dropout is disabled, and the mode of the model is restored afterwards. At first, all tokens except the prompt
+    are masked. In each step a gene is sampled for every masked token, and the most confident genes are kept, so
+    that the number of masked tokens decreases evenly over the steps. The values of these genes are predicted in the
+    next step. Each gene occurs at most once in a cell. The random numbers of a cell depend only on `seed` and its
+    index.
+
+    Parameters
+    ----------
+    n_cells
+        Number of cells B.
+    prompt
+        Known part of the cells: ``input_ids``, (P,) for all cells or (B, P), and optionally ``values`` and
+        ``attention_mask`` of the same shape. ``values`` are NaN for values to predict; without ``values``, all
+        values are predicted.
+    n_tokens
+        Number of tokens for all cells, or for each cell, int64, (B,), including the prompt and `first_id`. If None,
+        samples from the lengths that the model was trained on.
+    n_steps
+        Number of unmasking steps; a few more are used if sampled genes collide.
+    temperature
+        Divisor of the logits, and factor of the noise in the order of unmasking.
+    top_k
+        Number of most likely genes to sample from.
+    seed
+        Random seed.
+    first_cell
+        Index of the first cell, if cells are generated in several calls.
+    first_id
+        Special token that all cells begin with, if the tokenizer adds one.
+    mask_id
+        Id of MASK.
+
+    Raises
+    ------
+    OptionError
+        If the model was created without ``denoising=True``, or an argument cannot be used.
+    """
+    check_drawing(n_cells, temperature, seed, top_k)
+    check_count("n_steps", n_steps, "steps")
+    if not model.denoising:
+        raise OptionError(
+            "a model with denoising=False has no head to generate cells; train a model with the objective "
+            "'masked_diffusion'."
+        )
+    if not 0 < mask_id < model.n_special:
+        raise OptionError(f"is not one of the {model.n_special} special tokens; pass the MASK id.", mask_id=mask_id)
+    ids_bp, values_bp, mask_bp, is_first_bp = read_prompt(prompt, n_cells, first_id, model.n_special, model.vocab_size)
+    known_bp = mask_bp & ~is_first_bp
+    wrong_bp = known_bp & (values_bp.isinf() | (values_bp < 0))
+    if bool(wrong_bp.any()):
+        value = float(values_bp[wrong_bp][0])
+        raise OptionError(
+            f"contains the value {value}; pass log1p of counts, or NaN for values to sample.", argument="prompt"
+        )
+    ids_bp, values_bp = ids_bp.masked_fill(~mask_bp, PAD_ID), values_bp.masked_fill(~known_bp, 0.0)
+    width = int(mask_bp.sum(dim=1).max()) if mask_bp.numel() else 0
+    draws = [generator_of(f"unmask {seed} {first_cell + cell}") for cell in range(n_cells)]
+    lengths_b = _lengths(model, n_tokens, mask_bp[:, :width].sum(dim=1), draws, first_id)
+    device = model.gene_embedding.weight.device
+    given = (ids_bp[:, :width], values_bp[:, :width], mask_bp[:, :width])
+    cells = _Cells(model, *given, lengths_b.to(device), mask_id)
+    step = 0
+    with evaluating(model):
+        while (cells.no_gene_bs | cells.no_value_bs).any():
+            cells.look()
+            if cells.no_gene_bs.any():
+                random = _random_numbers(draws, cells.no_gene_bs.cpu(), lengths_b).to(device)
+                cells.unmask(min(1.0, (step + 1) / n_steps), random, temperature, top_k)
+            step += 1
+    return cells.tokens()
+
+
+def _lengths(
+    model: ScDiVaModel,
+    n_tokens: int | torch.Tensor | None,
+    given_b: torch.Tensor,
+    draws: list[torch.Generator],
+    first_id: int | None,
+) -> torch.Tensor:
+    """Return the number of tokens of each cell, int64, (B,)."""
+    most, n_given = min(model.num_genes + (first_id is not None), model.max_generated), int(given_b.max())
+    if n_given > most:
+        raise OptionError(
+            f"has {n_given} tokens, but the model accepts at most {most}; pass fewer tokens.", argument="prompt"
+        )
+    if n_tokens is None:
+        if model.length_quantiles is None or not bool(model.length_quantiles.any()):
+            raise OptionError(
+                "requires a trained model, which contains the lengths of the training cells; pass "
+                "n_tokens, or train the model.",
+                n_tokens=None,
+            )
+        places = torch.stack([torch.rand((), generator=draw, dtype=torch.float64) for draw in draws]) * 100
+        low = places.floor().long().clamp(max=99)
+        quantiles = model.length_quantiles.double().cpu()
+        lengths = torch.lerp(quantiles[low], quantiles[low + 1], places - low).round().long()
+        return torch.maximum(lengths.clamp(min=1, max=most), given_b)
+    lengths = number_of_each("n_tokens", n_tokens, len(draws)).cpu()
+    wrong = lengths[(lengths < given_b.clamp(min=1)) | (lengths > most)]
+    if len(wrong):
+        raise OptionError(
+            f"does not fit: prompt has {n_given} tokens and the model accepts at most "
+            f"{most}; pass numbers from {max(n_given, 1)} to {most}.",
+            n_tokens=int(wrong[0]),
+        )
+    return lengths
+
+
+class _Cells:
+    """Cells during iterative unmasking."""
+
+    def __init__(
+        self,
+        model: ScDiVaModel,
+        ids_bp: torch.Tensor,
+        values_bp: torch.Tensor,
+        mask_bp: torch.Tensor,
+        lengths_b: torch.Tensor,
+        mask_id: int,
+    ) -> None:
+        self.model = model
+        device = lengths_b.device
+        more = (0, int(lengths_b.max()) - ids_bp.shape[1])
+        given_bs = F.pad(mask_bp.to(device), more)
+        places = torch.arange(given_bs.shape[1], device=device)
+        self.tokens_bs = places < lengths_b.unsqueeze(1)
+        self.no_gene_bs = self.tokens_bs & ~given_bs
+        self.ids_bs = F.pad(ids_bp.to(device), more).masked_fill(self.no_gene_bs, mask_id)
+        values_bs = F.pad(values_bp.to(device), more)
+        self.no_value_bs = self.no_gene_bs | (given_bs & values_bs.isnan())
+        self.values_bs = values_bs.masked_fill(self.no_value_bs, 0.0)
+        self.n_hidden_b = self.no_gene_bs.sum(dim=1)
+
+    def look(self) -> None:
+        """Run the model, and set the predicted values of known genes."""
+        self.seen: Seen = what_is_seen(
+            self.ids_bs, self.tokens_bs, self.values_bs, self.no_gene_bs, self.no_value_bs, self.model.n_special
+        )
+        self.states = self.model.states(self.seen, table=True)
+        known_bs = self.no_value_bs & ~self.no_gene_bs
+        if known_bs.any():
+            self.values_bs[known_bs] = self.model.values_of(self.states, self.ids_bs, known_bs).clamp(min=0.0)
+            self.no_value_bs = self.no_value_bs & ~known_bs
+
+    def unmask(self, share: float, random_bs2: torch.Tensor, temperature: float, top_k: int | None) -> None:
+        """Sample a gene for every masked token, and keep the most confident until a fraction `share` is unmasked."""
+        table_vh = self.states.table
+        blocked_bv = self.seen.blocked(len(table_vh), self.model.n_special)
+        cells_m, random_m = self.no_gene_bs.nonzero()[:, 0], random_bs2[..., 0][self.no_gene_bs]
+        states_mh = self.states.tokens[self.no_gene_bs]
+        genes, log_shares = [], []
+        step = max(1, _VALUES_AT_ONCE // len(table_vh))
+        for start in range(0, len(states_mh), step):
+            part = slice(start, start + step)
+            logits = scores_of(states_mh[part], table_vh, self.model.token_prior)
+            share_mv = softmax(logits, ~blocked_bv[cells_m[part]], temperature, top_k)
+            genes.append(draw(share_mv, random_m[part]))
+            log_shares.append(share_mv.gather(1, genes[-1].unsqueeze(1)).squeeze(1).log())
+        gene_bs = self.ids_bs.masked_scatter(self.no_gene_bs, torch.cat(genes))
+        # Gumbel noise that fades, as in MaskGIT (Chang et al. 2022): at first nearly any, at the end the most
+        # confident.
+        noise_bs = -(-random_bs2[..., 1].clamp(min=1e-12).log()).log()
+        sure_bs = torch.full_like(noise_bs, float("-inf")).masked_scatter(self.no_gene_bs, torch.cat(log_shares))
+        sure_bs = sure_bs + temperature * (1.0 - share) * noise_bs
+        order_bs = sure_bs.argsort(dim=1, descending=True, stable=True)
+        hidden_bs = self.no_gene_bs.gather(1, order_bs)
+        new_bs = hidden_bs & first_of_its_kind(gene_bs.gather(1, order_bs).masked_fill(~hidden_bs, -1))
+        left_b = (self.n_hidden_b.double() * (1.0 - share)).floor().long()
+        n_now_b1 = (self.no_gene_bs.sum(dim=1) - left_b).unsqueeze(1)
+        new_bs = new_bs & (new_bs.long().cumsum(dim=1) <= n_now_b1)
+        new_bs = torch.zeros_like(new_bs).scatter(1, order_bs, new_bs)
+        self.ids_bs = torch.where(new_bs, gene_bs, self.ids_bs)
+        self.no_gene_bs = self.no_gene_bs & ~new_bs
+
+    def tokens(self) -> GeneratedCells:
+        """Return the generated cells."""
+        ids = self.ids_bs.masked_fill(~self.tokens_bs, PAD_ID)
+        return GeneratedCells(ids, self.values_bs.float(), torch.zeros_like(ids), self.tokens_bs)
+
+
+def _random_numbers(draws: list[torch.Generator], hidden_bs: torch.Tensor, lengths_b: torch.Tensor) -> torch.Tensor:
+    """Return two random numbers in [0, 1) for each token of cells with masked tokens, float64, (B, S, 2)."""
+    numbers = torch.zeros((*hidden_bs.shape, 2), dtype=torch.float64)
+    for cell, generator in enumerate(draws):
+        if hidden_bs[cell].any():
+            n_tokens = int(lengths_b[cell])
+            numbers[cell, :n_tokens] = torch.rand((n_tokens, 2), generator=generator, dtype=torch.float64)
+    return numbers.clamp_(max=LARGEST)
 
 
 @register_model("scdiva")
@@ -230,7 +454,20 @@ class ScDiVaModel(Architecture):
         the arguments, see :meth:`forward`.
         """
         if attention_mask is None:
-            readout = self._profile_states(input_ids)
+            x_bg = input_ids
+            if x_bg.ndim != 2 or x_bg.shape[1] != self.num_genes or not x_bg.is_floating_point():
+                raise OptionError(
+                    f"the profiles have dtype {x_bg.dtype} and shape {tuple(x_bg.shape)}; pass floats of shape (B, "
+                    f"{self.num_genes}) for the genes of the model, or tokens with their attention_mask."
+                )
+            # (On other devices the check would wait for them.)
+            if x_bg.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(x_bg.isfinite().all()):
+                cell = int((~x_bg.isfinite().all(dim=1)).nonzero()[0, 0])
+                raise DataError(
+                    f"the profile of cell {cell} has NaN or infinite values; pass log1p of counts per 10,000."
+                )
+            run = token_profile_states if self.mode == "tokens" else vector_profile_states
+            readout = run(self, x_bg, ~(x_bg != 0).any(dim=1, keepdim=True))
         else:
             seen = what_is_seen(input_ids, attention_mask, values, masked_positions, masked_values, self.n_special)
             readout = self.states(seen).readout
@@ -306,21 +543,8 @@ class ScDiVaModel(Architecture):
         many = torch.compiler.is_compiling() or seen.ids.numel() > self.vocab_size
         table_vh = self.token_table() if table or (many and self.mode == "tokens") else None
         wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
-        return _MODES[self.mode].batch_states(self, seen, table_vh, **wanted)
-
-    def _profile_states(self, x_bg: torch.Tensor) -> torch.Tensor:
-        """Run the transformer on profiles; return the read-out, (B, H)."""
-        if x_bg.ndim != 2 or x_bg.shape[1] != self.num_genes or not x_bg.is_floating_point():
-            raise OptionError(
-                f"the profiles have dtype {x_bg.dtype} and shape {tuple(x_bg.shape)}; pass floats of shape (B, "
-                f"{self.num_genes}) for the genes of the model, or tokens with their attention_mask."
-            )
-        # (On other devices the check would wait for them.)
-        if x_bg.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(x_bg.isfinite().all()):
-            cell = int((~x_bg.isfinite().all(dim=1)).nonzero()[0, 0])
-            raise DataError(f"the profile of cell {cell} has NaN or infinite values; pass log1p of counts per 10,000.")
-        nothing_b1 = ~(x_bg != 0).any(dim=1, keepdim=True)
-        return _MODES[self.mode].profile_states(self, x_bg, nothing_b1)
+        run = token_states if self.mode == "tokens" else vector_states
+        return run(self, seen, table_vh, **wanted)
 
     @torch.no_grad()
     def init_gene_weights(self, weights: torch.Tensor) -> None:
@@ -539,8 +763,7 @@ class ScDiVaModel(Architecture):
         chosen_bs = seen.hidden_value & seen.has_gene
         if bool((chosen_bs & ~states.attended).any()):
             raise OptionError(
-                f"has more than max_tokens={self.max_tokens} values per cell; mask fewer.",
-                argument="masked_values",
+                f"has more than max_tokens={self.max_tokens} values per cell; mask fewer.", argument="masked_values"
             )
         predicted_bs = torch.zeros_like(seen.values)
         predicted_bs[chosen_bs] = self.values_of(states, seen.ids, chosen_bs).to(predicted_bs.dtype)
@@ -552,8 +775,7 @@ class ScDiVaModel(Architecture):
         quantiles = torch.as_tensor(quantiles)
         if self.length_quantiles is None or tuple(quantiles.shape) != (101,):
             raise OptionError(
-                f"has shape {tuple(quantiles.shape)}; pass 101 quantiles if denoising=True.",
-                argument="quantiles",
+                f"has shape {tuple(quantiles.shape)}; pass 101 quantiles if denoising=True.", argument="quantiles"
             )
         self.length_quantiles.copy_(quantiles)
 

@@ -1,6 +1,7 @@
-"""What both modes of ScDiVa share: its layers, the visible part of a batch, and the losses of masked genes.
+"""Parts of ScDiVa: layers, the visible part of a batch, the two modes, and the losses of masked genes.
 
-Shapes: B cells, S tokens, G genes, V vocabulary, H hidden, L latent, T cell types, M tokens with a target.
+Shapes: B cells, S tokens, K attended tokens, G genes, V vocabulary, H hidden, L latent, T cell types, M tokens with a
+target.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from scforge._checks import check_count
 from scforge._constants import PAD_ID
-from scforge.models.components.attention import check_shapes
+from scforge.errors import OptionError
+from scforge.models.components.attention import check_shapes, put_back_weights
 from scforge.models.components.config import NORMS, TransformerConfig
 from scforge.models.components.latent import LOG_VARIANCES, BatchIntegrationHead, draw_latent
-from scforge.models.components.transformer import Dropout, TransformerStack
+from scforge.models.components.transformer import Dropout, StackOutput, TransformerStack
 
 NEVER = -100.0
 """Logit of impossible genes: special tokens, and genes that occur elsewhere in the cell."""
@@ -28,6 +30,9 @@ _LOGITS_AT_ONCE = {"cpu": 2**22}
 _LOGITS_AT_ONCE_ON_GPU = 2**28
 
 _STD = 0.02
+
+_NEARLY_ZERO = 1e-2
+"""Mean square of a vector after the norm; it is 1 unless the input was about as small as epsilon."""
 
 
 class GeneEmbedding(nn.Module):
@@ -233,13 +238,12 @@ class States(NamedTuple):
 
 
 class Backbone(Protocol):
-    """What the modes and the generation use of :class:`scforge.models.ScDiVaModel`."""
+    """What the two modes use of :class:`scforge.models.ScDiVaModel`."""
 
     vocab_size: int
     num_genes: int
     n_special: int
     max_tokens: int
-    denoising: bool
     gene_embedding: GeneEmbedding
     special_embedding: Any
     value_encoder: Any
@@ -247,21 +251,9 @@ class Backbone(Protocol):
     dropout: Dropout
     encoder: TransformerStack
     gene_weights: Any
-    token_prior: torch.Tensor | None
-    length_quantiles: torch.Tensor | None
-
-    @property
-    def max_generated(self) -> int:
-        """Maximum number of tokens per generated cell."""
 
     def token_table(self) -> torch.Tensor:
         """Return the vectors of all tokens after the norm, (V, H)."""
-
-    def states(self, seen: Seen, *, table: bool = False) -> States:
-        """Run the transformer on tokens; with `table`, also return the vectors of all tokens."""
-
-    def values_of(self, states: States, genes_bs: torch.Tensor, chosen_bs: torch.Tensor) -> torch.Tensor:
-        """Return the predicted values of the selected tokens, given their genes, (M,)."""
 
 
 def weighted_sum(model: Backbone, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
@@ -269,6 +261,133 @@ def weighted_sum(model: Backbone, seen: Seen) -> tuple[torch.Tensor, torch.Tenso
     values_bs = seen.values.masked_fill(~(seen.has_gene & seen.has_value), 0.0)
     summed_bh = model.gene_embedding.bag((seen.ids - model.n_special).clamp(min=0), values_bs)
     return summed_bh, ~(values_bs != 0).any(dim=1, keepdim=True)
+
+
+def token_states(model: Backbone, seen: Seen, table_vh: torch.Tensor | None, **wanted: bool) -> States:
+    """Run the transformer on LAT and the first `max_tokens` tokens of each cell, masked first (mode ``"tokens"``).
+
+    Genes attend to each other and to LAT, the sum of all genes, which is the read-out.
+    """
+    readout_bh = _readout(model, seen)
+    part, attended_bs, places_bk = seen, seen.tokens, None
+    if seen.ids.shape[1] > model.max_tokens:
+        last = 2 * (~seen.tokens).to(torch.uint8) + (~seen.hidden).to(torch.uint8)
+        places_bk = torch.argsort(last, dim=1, stable=True)[:, : model.max_tokens].sort(dim=1).values
+        part = Seen(**{name: tensor.gather(1, places_bk) for name, tensor in vars(seen).items()})
+        attended_bs = seen.tokens & torch.zeros_like(seen.tokens).scatter(1, places_bk, True)
+
+    def put(states_bkh: torch.Tensor) -> torch.Tensor:
+        """Restore attended tokens to their positions: from shape (B, K, H) to (B, S, H), with zeros elsewhere."""
+        if places_bk is None:
+            return states_bkh
+        states_bsh = states_bkh.new_zeros((*seen.ids.shape, states_bkh.shape[2]))
+        return states_bsh.scatter(1, places_bk.unsqueeze(-1).expand_as(states_bkh), states_bkh)
+
+    out = _run_tokens(model, readout_bh, part, table_vh, **wanted)
+    states, weights = out.hidden_states, out.attentions
+    return States(
+        readout=out.hidden[:, 0],
+        tokens=put(out.hidden[:, 1:]),
+        attended=attended_bs,
+        table=table_vh,
+        hidden_states=None if states is None else tuple(put(state[:, 1:]) for state in states),
+        attentions=None if weights is None else tuple(put_back_weights(part[:, :, 1:, 1:], put) for part in weights),
+    )
+
+
+def token_profile_states(model: Backbone, x_bg: torch.Tensor, nothing_b1: torch.Tensor) -> torch.Tensor:
+    """Run the transformer on the projections of profiles and their genes; return the states of LAT, (B, H)."""
+    readout_bh = model.gene_embedding(x_bg)
+    part = serialize(model, x_bg)
+    if not torch.compiler.is_compiling() and bool(nothing_b1.any()):
+        readout_bh = torch.where(nothing_b1, _readout(model, part), readout_bh)
+    table_vh = model.token_table() if part.ids.numel() > model.vocab_size else None
+    return _run_tokens(model, readout_bh, part, table_vh).hidden[:, 0]
+
+
+def serialize(model: Backbone, x_bg: torch.Tensor) -> Seen:
+    """Return the genes of each profile that become tokens: the first `max_tokens` above 0 by value times gene weight.
+
+    Ties are resolved by gene order. The weights are set by :meth:`ScDiVaModel.init_gene_weights`.
+    """
+    expressed_bg = x_bg > 0
+    score_bg = (x_bg * model.gene_weights.to(x_bg.dtype)).masked_fill(~expressed_bg, float("-inf"))
+    width = min(model.max_tokens, model.num_genes)
+    if not torch.compiler.is_compiling():
+        width = min(width, max(1, int(expressed_bg.sum(dim=1).max())) if len(x_bg) else 1)
+    genes_bk = score_bg.sort(dim=1, descending=True, stable=True).indices[:, :width]
+    tokens_bk = expressed_bg.gather(1, genes_bk)
+    ids_bk = (genes_bk + model.n_special).masked_fill(~tokens_bk, PAD_ID)
+    return what_is_seen(ids_bk, tokens_bk, x_bg.gather(1, genes_bk), None, None, model.n_special)
+
+
+def _readout(model: Backbone, seen: Seen) -> torch.Tensor:
+    """Return LAT, the sum after the norm, (B, H)."""
+    summed_bh, nothing_b1 = weighted_sum(model, seen)
+    # A norm of (nearly) zero would have gradients without bounds; the vector of padding is of no other use.
+    summed_bh = summed_bh + nothing_b1 * model.special_embedding.weight[PAD_ID]
+    return model.gene_embedding.dropout(model.gene_embedding.norm(summed_bh))
+
+
+def _run_tokens(
+    model: Backbone, readout_bh: torch.Tensor, seen: Seen, table_vh: torch.Tensor | None, **wanted: bool
+) -> StackOutput:
+    """Embed the tokens, from the vectors of all tokens if given, and run the transformer on LAT and them."""
+    readout_b1h = readout_bh.unsqueeze(1)
+    if table_vh is None:
+        genes = F.embedding((seen.ids - model.n_special).clamp(min=0), model.gene_embedding.weight)
+        special = model.special_embedding(seen.ids.clamp(max=model.n_special - 1))
+        is_special = (seen.ids < model.n_special).unsqueeze(-1)
+        vectors = model.gene_embedding.norm(torch.where(is_special, special, genes + model.gene_embedding.bias))
+    else:
+        vectors = F.embedding(seen.ids, table_vh)
+    vectors = vectors + model.value_encoder(seen.values) * seen.has_value.unsqueeze(-1)
+    if model.hidden_value is not None:
+        vectors = vectors + seen.hidden_value.unsqueeze(-1) * model.hidden_value
+    states_bkh = torch.cat([readout_b1h, model.dropout(vectors)], dim=1)
+    return model.encoder(states_bkh, F.pad(seen.tokens, (1, 0), value=True), **wanted)
+
+
+def vector_states(
+    model: Backbone, seen: Seen, table_vh: torch.Tensor | None, *, output_hidden_states: bool, output_attentions: bool
+) -> States:
+    """Run the transformer on the weighted sum of the genes of each cell (mode ``"vector"``), as one vector per cell.
+
+    Every token has the state of its cell. The softmax over one key is 1, so attention is a linear map of the vector,
+    and queries and keys are not trained.
+    """
+    if output_attentions:
+        raise OptionError(
+            "requires mode='tokens', because mode='vector' has no attention; omit "
+            "output_attentions, or choose mode='tokens'.",
+            output_attentions=True,
+        )
+    state_bh, layers = _run_vector(model, *weighted_sum(model, seen), output_hidden_states=output_hidden_states)
+    shape = (-1, seen.ids.shape[1], -1)
+    hidden_states = None if layers is None else tuple(layer.expand(shape) for layer in layers)
+    return States(state_bh, state_bh.unsqueeze(1).expand(shape), seen.tokens, table_vh, hidden_states)
+
+
+def vector_profile_states(model: Backbone, x_bg: torch.Tensor, nothing_b1: torch.Tensor) -> torch.Tensor:
+    """Run the transformer on the projections of profiles; return the states, (B, H)."""
+    return _run_vector(model, model.gene_embedding.project(x_bg), nothing_b1)[0]
+
+
+def _run_vector(
+    model: Backbone, summed_bh: torch.Tensor, nothing_b1: torch.Tensor, *, output_hidden_states: bool = False
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
+    """Run the transformer on one vector per cell; return its state, (B, H), and the layer states if requested.
+
+    Without genes, the vector equals the bias, which starts at zero, where the gradient of a norm is unbounded. Cells
+    without genes therefore pass no gradient to the bias. They also pass no gradient to the transformer while the vector
+    after the norm is nearly zero.
+    """
+    vector_bh = model.gene_embedding.norm(torch.where(nothing_b1, summed_bh.detach(), summed_bh))
+    zero_b1 = nothing_b1 & (vector_bh.square().mean(dim=1, keepdim=True) < _NEARLY_ZERO)
+    vector_b1h = model.gene_embedding.dropout(vector_bh).unsqueeze(1)
+    out = model.encoder(vector_b1h, output_hidden_states=output_hidden_states)
+    state_bh = out.hidden[:, 0]
+    return torch.where(zero_b1, state_bh.detach(), state_bh), out.hidden_states
 
 
 def gene_logits(

@@ -28,14 +28,6 @@ V1_SIG_REG_COEFFICIENT: Final = 0.02
 V1_BATCH_SIZE: Final = 16
 
 
-def _check_scale_factor(argument: str, value: Any) -> None:
-    """Raise an error if `value` is not a valid scale factor of positions, i.e. a number of at least 1."""
-    if check_positive(argument, value) < 1:
-        raise OptionError(
-            "is below 1; pass 1, or a larger number for closer positions.", argument=argument, value=value
-        )
-
-
 _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "embedding_dim": partial(check_count, what="dimensions"),
     "num_features": partial(check_count, what="dimensions"),
@@ -49,7 +41,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "max_wavelength": check_positive,
     "t_max": check_positive,
     "coefficient": partial(check_positive, or_zero=True),
-    "scale_factor": _check_scale_factor,
+    "scale_factor": check_positive,
 }
 
 
@@ -61,6 +53,8 @@ def check_numbers(**numbers: Any) -> None:
     for name, check in _CHECKS.items():
         if name in numbers:
             check(name, numbers[name])
+    if (factor := numbers.get("scale_factor", 1)) < 1:
+        raise OptionError("is below 1; pass 1, or a larger number for closer positions.", scale_factor=factor)
     width = "embedding_dim" if "embedding_dim" in numbers else "num_features"
     if (n_heads := numbers.get("num_heads")) and numbers[width] % (2 * n_heads):
         raise OptionError(

@@ -101,19 +101,6 @@ def tokenize_arrays(
            [3, 4, 4]])
     """
     check_count("max_seq_len", max_seq_len, "tokens a chunk")
-    given = _numbers(data)
-    n_bytes, n_chunks = len(given), -(-len(given) // max_seq_len)
-    ids = np.full((n_chunks, max_seq_len), V1_PAD_TOKEN_ID, dtype=np.int32)
-    in_a_row = ids.reshape(-1)
-    in_a_row[:n_bytes] = given
-    in_a_row[n_bytes : n_bytes + 1] = V1_EOS_TOKEN_ID
-    targets = np.full_like(ids, V1_PAD_TOKEN_ID)
-    targets[:, :-1] = ids[:, 1:]
-    offsets = np.minimum(np.arange(ids.size, dtype=np.int64), n_bytes).reshape(ids.shape)
-    return ids, targets, offsets
-
-
-def _numbers(data: bytes | bytearray | memoryview | np.ndarray) -> np.ndarray:
     try:
         view = memoryview(data)
     except (TypeError, ValueError) as error:
@@ -124,4 +111,13 @@ def _numbers(data: bytes | bytearray | memoryview | np.ndarray) -> np.ndarray:
         raise DataError(
             f"has format {view.format!r} and shape {view.shape}; pass bytes, or a 1D uint8 array.", argument="data"
         )
-    return np.frombuffer(view if view.c_contiguous else view.tobytes(), dtype=np.uint8)
+    given = np.frombuffer(view if view.c_contiguous else view.tobytes(), dtype=np.uint8)
+    n_bytes, n_chunks = len(given), -(-len(given) // max_seq_len)
+    ids = np.full((n_chunks, max_seq_len), V1_PAD_TOKEN_ID, dtype=np.int32)
+    in_a_row = ids.reshape(-1)
+    in_a_row[:n_bytes] = given
+    in_a_row[n_bytes : n_bytes + 1] = V1_EOS_TOKEN_ID
+    targets = np.full_like(ids, V1_PAD_TOKEN_ID)
+    targets[:, :-1] = ids[:, 1:]
+    offsets = np.minimum(np.arange(ids.size, dtype=np.int64), n_bytes).reshape(ids.shape)
+    return ids, targets, offsets

@@ -64,7 +64,10 @@ def compute_loss(
     if model.pad_mask:
         chosen_bs = token_ids != V1_PAD_TOKEN_ID
         regularizer = sig_reg(states_bsh[chosen_bs])
-        embedding = _average_tokens(states_bsh, chosen_bs)
+        # Averaged over the chosen tokens of each chunk, then over chunks that have such tokens.
+        n_b = chosen_bs.sum(dim=1)
+        sums_bh = (states_bsh * chosen_bs.unsqueeze(-1)).sum(dim=1)
+        embedding = (sums_bh / n_b.clamp(min=1).unsqueeze(-1)).sum(dim=0) / (n_b > 0).sum()
     else:
         regularizer = sig_reg(states_bsh)
         embedding = states_bsh.mean(dim=1).mean(dim=0)
@@ -72,10 +75,3 @@ def compute_loss(
         logits.flatten(0, 1).float(), targets.flatten().long(), ignore_index=V1_PAD_TOKEN_ID
     )
     return cross_entropy + regularizer, embedding
-
-
-def _average_tokens(states_bsh: torch.Tensor, chosen_bs: torch.Tensor) -> torch.Tensor:
-    """Return states averaged over the chosen tokens of each chunk, then over chunks that have such tokens."""
-    n_b = chosen_bs.sum(dim=1)
-    sums_bh = (states_bsh * chosen_bs.unsqueeze(-1)).sum(dim=1)
-    return (sums_bh / n_b.clamp(min=1).unsqueeze(-1)).sum(dim=0) / (n_b > 0).sum()

@@ -162,8 +162,7 @@ class MultiHeadAttention(nn.Module):
         """
         if inputs.dim() != 3 or inputs.shape[-1] != self.num_features:
             raise DataError(
-                f"has shape {tuple(inputs.shape)}; pass shape (batch, seq, {self.num_features}).",
-                argument="inputs",
+                f"has shape {tuple(inputs.shape)}; pass shape (batch, seq, {self.num_features}).", argument="inputs"
             )
         if mask is not None:
             mask = self._with_causal(mask, inputs)

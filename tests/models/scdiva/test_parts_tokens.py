@@ -6,7 +6,7 @@ from scipy.sparse import csr_matrix
 from scforge.data import GeneVocab
 from scforge.errors import OptionError
 from scforge.models.scdiva import what_is_seen
-from scforge.models.scdiva.tokens import serialize
+from scforge.models.scdiva.parts import serialize
 from scforge.testing import raises
 from scforge.tokenizers import get_tokenizer
 from scforge.tokenizers.entropy_ranked import serialization_weights

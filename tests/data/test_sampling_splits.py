@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scforge.data.splits import split_cells
+from scforge.data.sampling import split_cells
 from scforge.errors import DataError, OptionError
 
 
