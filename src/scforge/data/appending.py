@@ -59,7 +59,7 @@ class StoreEnd:
     def read(cls, store: Path) -> StoreEnd:
         """Read the end of a local store."""
         info = StoreInfo.read(store)
-        group = open_group(store)
+        group: Any = open_group(store)
         if not has_checksums(group):
             raise DataError(f"{str(store)!r} was written by scforge 0.1.0, without checksums; convert the data again.")
         numbers = range(len(info.datasets))

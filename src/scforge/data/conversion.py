@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import logging
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,32 +16,24 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from filelock import Timeout
-from scipy import sparse
 
 from scforge._checks import check_seed
 from scforge._io import add_to_store, locked, new_folder, remove_working, swap_in
 from scforge._version import __version__
 from scforge.data.appending import StoreEnd
-from scforge.data.cells import CellBlock
-from scforge.data.checks import listed_columns, row_checksums, row_sums
+from scforge.data.checks import listed_columns
 from scforge.data.gene_sets import share_of_partial, warn_of_partial
-from scforge.data.genes import MIN_OVERLAP, GeneMap, map_streams, warn_counts_outside, warn_empty
+from scforge.data.genes import MIN_OVERLAP, map_streams, warn_counts_outside, warn_empty
 from scforge.data.joining import join_obs
-from scforge.data.medians import StreamingMedians
 from scforge.data.memory import parse_bytes
 from scforge.data.paths import check_target, is_url
 from scforge.data.readers import ChunkReader, open_streams
-from scforge.data.sampling import ranges
+from scforge.data.scattering import COUNT_BYTES, Scattered, gene_dtype
 from scforge.data.store import (
-    CHECKED,
     CHUNK_SIZE,
-    CODECS,
-    DATASET,
     SOURCE,
-    TOTAL,
     StoreInfo,
     content_hash,
-    dataset_hash,
     write_added,
     write_root,
 )
@@ -51,21 +41,6 @@ from scforge.data.vocab import GeneVocab, open_vocab
 from scforge.errors import DataError, OptionError, first_line
 
 logger = logging.getLogger("scforge")
-
-_MAX_COUNT = 2**32 - 1
-"""Largest count that a store can hold."""
-
-_COUNT_BYTES = 4
-"""Size of a count in the temporary files."""
-
-_SHARD = 2**16
-"""Number of cells per dataset file: a multiple of the chunk size, and about 300 MB before compression."""
-
-_PIECE = 4096
-"""Number of cells that are gathered and added to the medians at a time."""
-
-_MAX_TOTAL = 1e9
-"""Largest library size for which the histograms of the medians have bins."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Error codes for a full disk, an exceeded quota, and a file larger than the system or the process allows."""
@@ -207,7 +182,7 @@ def convert(
             # Not the seed alone: permuting the cells of the store with the same seed would restore the old order.
             np.random.default_rng([seed, *b"store"]).shuffle(positions)
             order[positions] = np.arange(len(table))
-        scattered = _Scattered(folder, order, size, genes)
+        scattered = Scattered(folder, order, size, genes)
         if end is not None:
             scattered.counts_dtype = np.dtype(end.info.counts_dtype)
         measured = np.stack([gene_map.measured for gene_map in maps])
@@ -313,7 +288,7 @@ def _full_disk(target: Path) -> Iterator[None]:
 
 def _check_space(folder: Path, streams: Sequence[ChunkReader], n_genes: int) -> None:
     free = shutil.disk_usage(folder).free
-    needed = sum(stream.n_entries for stream in streams) * (_gene_dtype(n_genes).itemsize + _COUNT_BYTES)
+    needed = sum(stream.n_entries for stream in streams) * (gene_dtype(n_genes).itemsize + COUNT_BYTES)
     if free < needed:
         raise DataError(
             f"{str(folder.parent)!r} has {free / 1e9:,.2f} GB free, but up to {needed / 1e9:,.2f} GB are needed; "
@@ -321,189 +296,17 @@ def _check_space(folder: Path, streams: Sequence[ChunkReader], n_genes: int) -> 
         )
 
 
-def _gene_dtype(n_genes: int) -> np.dtype:
-    """Return the smallest unsigned integer type for gene indices, as anndata chooses it."""
-    return np.dtype(np.uint8 if n_genes <= 0xFF else np.uint16 if n_genes <= 0xFFFF else np.uint32)
-
-
 def dataset_size(memory: int, streams: Sequence[ChunkReader], vocab: GeneVocab, table: pd.DataFrame) -> int:
     """Return the number of cells per dataset (the last may have fewer) for which about `memory` bytes suffice."""
     medians = 4_400 * vocab.n_genes if vocab.medians is None else 0
-    # Of each cell: its place, its length and its total, and its row in the table, with what a dataset copies of it.
-    tables = 24 * len(table) + 2 * int(table.memory_usage(deep=True).sum())
+    # Of each cell: its place, length, total and type, and its row in the table, with what a dataset copies of it.
+    tables = 25 * len(table) + 2 * int(table.memory_usage(deep=True).sum())
     fixed = _LIBRARIES + _BUFFERS + medians + tables
     if memory - fixed < _MIN:
         least = (fixed + _MIN) / 1e9 + 0.05
         raise OptionError(f"of {memory / 1e9:.2f}GB is not enough; pass at least {least:.1f}GB.", argument="memory")
     n_entries = sum(stream.n_entries for stream in streams)
     # In the temporary files, while gathered, and twice while compressed.
-    n_bytes = 5 * (_gene_dtype(vocab.n_genes).itemsize + _COUNT_BYTES) * n_entries
+    n_bytes = 5 * (gene_dtype(vocab.n_genes).itemsize + COUNT_BYTES) * n_entries
     n_datasets = max(1, -(-n_bytes // (memory - fixed)))
     return -(-len(table) // (n_datasets * CHUNK_SIZE)) * CHUNK_SIZE  # whole chunks
-
-
-class _Scattered:
-    """The counts of all cells in temporary files, two files per dataset, in the order of the sources.
-
-    Parameters
-    ----------
-    folder
-        Folder of the files.
-    order
-        Index of the cell, counted across all sources, at each position of the store, shape (N,).
-    size
-        Number of cells per dataset.
-    vocab
-        The vocabulary.
-    """
-
-    def __init__(self, folder: Path, order: np.ndarray, size: int, vocab: GeneVocab) -> None:
-        self.folder, self.vocab, self.size = folder, vocab, size
-        self.parts = [order[start : start + size] for start in range(0, len(order), size)]
-        self.genes_dtype = _gene_dtype(vocab.n_genes)
-        self.counts_dtype: np.dtype = np.dtype(np.uint16)
-        self.lengths = np.empty(len(order), dtype=np.uint32)
-        self.totals = np.empty(len(order), dtype=np.float64)
-        self.kept: list[float] = []
-        """Sum of all counts in vocabulary genes, for each source."""
-        self.sums: list[float] = []
-        """Sum of all counts, for each source."""
-        self.sum_of_partial = 0.0
-        """Sum of all counts in vocabulary genes that some source does not measure."""
-        self.checksums: list[np.ndarray] = []
-        """Checksums of the cells of each dataset."""
-
-    def read(
-        self,
-        streams: Sequence[ChunkReader],
-        maps: Sequence[GeneMap],
-        table: pd.DataFrame,
-        *,
-        partial: np.ndarray,
-        progress: bool,
-    ) -> None:
-        """Write the counts of the sources to the files; `partial` are the genes that some source does not measure."""
-        dataset_of = np.empty(len(table), dtype=np.uint32)
-        for number, cells in enumerate(self.parts):
-            dataset_of[cells] = number
-        first = 0
-        with _bar("Reading", len(table), progress) as bar:
-            for stream, gene_map in zip(streams, maps, strict=True):
-                kept, before = 0.0, first
-                for _, chunk in stream.chunks():
-                    rows = slice(first, first + chunk.shape[0])
-                    counts = gene_map.apply(chunk)
-                    if (most := counts.data.max(initial=0)) > _MAX_COUNT:
-                        raise DataError(
-                            f"{stream.name!r} contains the count {most:.0f}, but the largest count of a store is "
-                            f"{_MAX_COUNT:,}; check that these are raw counts."
-                        )
-                    if most > np.iinfo(np.uint16).max:
-                        self.counts_dtype = np.dtype(np.uint32)
-                    self.lengths[rows], self.totals[rows] = np.diff(counts.indptr), row_sums(chunk)
-                    self._append(counts, dataset_of[rows])
-                    kept += float(counts.data.sum(dtype=np.float64))
-                    if partial.any():
-                        self.sum_of_partial += float(counts.data[partial[counts.indices]].sum(dtype=np.float64))
-                    first = rows.stop
-                    bar.update(chunk.shape[0])
-                self.kept.append(kept)
-                self.sums.append(float(self.totals[before:first].sum()))
-        if not sum(self.kept):
-            raise DataError("no cell expresses a gene of the vocabulary; choose another vocabulary.")
-
-    def _append(self, counts: sparse.csr_matrix, dataset_of: np.ndarray) -> None:
-        order = np.argsort(dataset_of, kind="stable")
-        counts = counts[order]
-        first_rows = np.searchsorted(dataset_of[order], np.arange(len(self.parts) + 1))
-        for number, (start, stop) in enumerate(itertools.pairwise(counts.indptr[first_rows].tolist())):
-            if stop > start:
-                with (self.folder / f"genes_{number}").open("ab") as file:
-                    file.write(counts.indices[start:stop].astype(self.genes_dtype))
-                with (self.folder / f"counts_{number}").open("ab") as file:
-                    file.write(counts.data[start:stop].astype(np.uint32))
-
-    def write(
-        self, store: Path, table: pd.DataFrame, *, first: int, progress: bool
-    ) -> tuple[list[dict[str, Any]], GeneVocab]:
-        """Write the datasets, numbered from `first`, and return their metadata and the vocabulary with medians."""
-        medians = StreamingMedians(self.vocab.n_genes) if self.vocab.medians is None else None
-        datasets = []
-        with _bar("Writing", len(table), progress) as bar:
-            for number, cells in enumerate(self.parts):
-                matrix = self._gathered(number, cells, medians)
-                obs = table.iloc[cells]
-                obs.insert(len(obs.columns) - 1, TOTAL, self.totals[cells])
-                _write_dataset(store / DATASET.format(first + number), matrix, obs, self.vocab)
-                sums = row_checksums(matrix.indptr, matrix.indices, matrix.data, self.totals[cells])
-                self.checksums.append(sums)
-                digest = dataset_hash(matrix.indptr, matrix.indices, matrix.data, obs)
-                datasets.append({"n_cells": len(cells), "n_nonzeros": int(matrix.indptr[-1]), "hash": digest})
-                bar.update(len(cells))
-        return datasets, self.vocab if medians is None else self.vocab.with_medians(medians.medians())
-
-    def _gathered(self, number: int, cells: np.ndarray, medians: StreamingMedians | None) -> sparse.csr_matrix:
-        """Return the counts of a dataset in store order, add them to the medians, and remove the temporary files."""
-        in_file = np.sort(cells)
-        sizes = self.lengths[in_file].astype(np.int64)
-        places = np.searchsorted(in_file, cells)
-        starts, sizes = (np.cumsum(sizes) - sizes)[places], sizes[places]
-        indptr = np.concatenate([[0], np.cumsum(sizes)])
-        files = self.folder / f"genes_{number}", self.folder / f"counts_{number}"
-        for file in files:
-            file.touch()  # where all cells are empty
-        stored_genes = np.fromfile(files[0], self.genes_dtype)
-        stored_counts = np.fromfile(files[1], np.uint32)
-        genes, counts = np.empty(indptr[-1], self.genes_dtype), np.empty(indptr[-1], self.counts_dtype)
-        for start in range(0, len(cells), _PIECE):
-            stop = min(start + _PIECE, len(cells))
-            entries = ranges(starts[start:stop], sizes[start:stop])
-            target = slice(int(indptr[start]), int(indptr[stop]))
-            genes[target], counts[target] = stored_genes[entries], stored_counts[entries]
-            if medians is not None:
-                parts = counts[target], genes[target].astype(np.int32), indptr[start : stop + 1] - indptr[start]
-                block = sparse.csr_matrix(parts, shape=(stop - start, self.vocab.n_genes))
-                totals = self.totals[cells[start:stop]]
-                usual = totals <= _MAX_TOTAL
-                medians.update(CellBlock.from_csr(block if usual.all() else block[usual], totals[usual]))
-        for file in files:
-            file.unlink()
-        # SciPy's constructor would make the indices wider, in a copy. Who reads holds the boundaries in memory.
-        matrix = sparse.csr_matrix((len(cells), self.vocab.n_genes), dtype=self.counts_dtype)
-        matrix.data, matrix.indices = counts, genes
-        matrix.indptr = indptr.astype(np.int32) if indptr[-1] < 2**31 else indptr
-        return matrix
-
-
-def _write_dataset(folder: Path, matrix: sparse.csr_matrix, obs: pd.DataFrame, vocab: GeneVocab) -> None:
-    import zarr
-    from annbatch import write_sharded
-    from anndata import AnnData
-    from anndata.io import write_elem
-    from zarr.codecs import BloscCodec, Crc32cCodec
-
-    adata = AnnData(matrix, obs=obs[[]], var=pd.DataFrame(index=pd.Index(vocab.genes, dtype=str)))
-    # Every chunk is written, because a missing chunk is an error; zarrs leaves out chunks of zeros.
-    codecs = CODECS if matrix.indices.any() else {}
-    with zarr.config.set({"array.write_empty_chunks": True}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
-        with zarr.config.set(codecs):
-            write_sharded(
-                zarr.open_group(folder, mode="w", zarr_format=3),
-                adata,
-                n_obs_per_chunk=CHUNK_SIZE,
-                shard_size=_SHARD,
-                compressors=(BloscCodec(cname="lz4", clevel=9, shuffle="shuffle"), Crc32cCodec()),
-            )
-        # annbatch writes the tables without checksums.
-        group = zarr.open_group(folder, mode="r+", use_consolidated=False)
-        for name, table in (("obs", obs), ("var", adata.var)):
-            write_elem(group, name, table, dataset_kwargs={"compressors": CHECKED})
-        zarr.consolidate_metadata(group.store)
-
-
-def _bar(what: str, n_cells: int, progress: bool) -> Any:
-    from tqdm import tqdm
-
-    # None: no bar where standard error is no terminal.
-    return tqdm(total=n_cells, desc=what, unit="cell", unit_scale=True, disable=None if progress else True)

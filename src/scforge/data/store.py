@@ -353,8 +353,8 @@ def joined_categories(parts: Sequence[pd.Categorical]) -> pd.Categorical:
         return pd.Categorical.from_codes(codes, first, ordered=parts[0].ordered)
     categories = pd.Index(list(dict.fromkeys(category for part in parts for category in part.categories)))
     # The code -1, of a missing value, takes the last.
-    codes = [np.append(categories.get_indexer(part.categories), -1)[part.codes] for part in parts]
-    return pd.Categorical.from_codes(np.concatenate(codes), categories)
+    joined = [np.append(categories.get_indexer(part.categories), -1)[part.codes] for part in parts]
+    return pd.Categorical.from_codes(np.concatenate(joined), categories)
 
 
 class _Store:
