@@ -134,6 +134,7 @@ def with_entry(latest: str = "1", **version: str) -> str:
         ("{", "is not a JSON file"),
         ('{"format": 2, "models": {}}', "is not a valid model registry .*format: Input should be 1, got 2"),
         ('{"format": 1, "models": []}', "models: Input should be a valid dictionary"),
+        (with_entry(repo_id="org/x", folder="a"), "models.x.versions.1: .*needs either repo_id or folder"),
         (with_entry(repo_id="org/x", revision="abc1234"), "models.x.versions.1.revision: String should match pattern"),
     ],
 )

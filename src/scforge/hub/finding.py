@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from scforge._io import atomic_folder, parsed, read_json, read_settled, sha256_of
 from scforge.errors import MissingFileError, ModelFileError, OptionError, did_you_mean, listing
@@ -136,6 +136,12 @@ class _Version(BaseModel):
     repo_id: str | None = None
     revision: Annotated[str, Field(pattern="^[0-9a-f]{40}$")] | None = None
     folder: str | None = None
+
+    @model_validator(mode="after")
+    def _has_location(self) -> Self:
+        if (self.repo_id is None) == (self.folder is None):
+            raise ValueError("needs either repo_id or folder")
+        return self
 
 
 class _Entry(BaseModel):
@@ -296,9 +302,9 @@ def resolve(
     --------
     >>> resolve("hf://org/light", revision="v1")  # doctest: +SKIP
     """
-    access = locals()
-    name = access.pop("name_or_folder_or_repo_id")
-    return find_model(name, prefix=f"name={os.fspath(name)!r}", **access).folder
+    name = os.fspath(name_or_folder_or_repo_id)
+    options = {"cache_dir": cache_dir, "local_files_only": local_files_only}
+    return find_model(name, prefix=f"name={name!r}", revision=revision, token=token, **options).folder
 
 
 def find_model(

@@ -76,8 +76,16 @@ def upload(
     --------
     >>> upload("my_model", "org/light", private=True)  # doctest: +SKIP
     """
-    arguments = locals() | {"folder": Path(folder)}
-    return send_model(**arguments)[0]
+    return send_model(
+        Path(folder),
+        repo_id,
+        private=private,
+        token=token,
+        revision=revision,
+        commit_message=commit_message,
+        create_pr=create_pr,
+        reference=reference,
+    )[0]
 
 
 def send_model(
