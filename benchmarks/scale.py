@@ -38,8 +38,8 @@ from scipy import sparse
 RESULTS = Path(__file__).parent / "results" / "scale.csv"
 KEYS = ["millions", "question", "metric"]
 PART, N_BATCHES, BATCH_SIZE, N_GENES = 250_000, 16, 256, 500
-STEPS = {"default": 200, "transformer": 20}
-"""Number of training steps that are timed."""
+STEPS = {"default": (200, 256), "transformer": (20, 32)}
+"""Number of training steps that are timed, and of cells per step."""
 TYPE, BATCH = "cell_type", "batch"
 PEERS = {"annbatch": "annbatch alone", "scdataset": "scDataset", "annloader": "AnnLoader, backed"}
 QUESTIONS: dict[str, list[str]] = {
@@ -201,7 +201,7 @@ def distance(codes: np.ndarray, all_codes: np.ndarray) -> float:
 
 
 def peer(name: str, store: str) -> Callable[[], Iterator[int]]:
-    """Return an epoch of minibatches of counts by another package, from the same files."""
+    """Return an epoch of minibatches of counts by another package, from the same files or the first data set in them."""
 
     def annbatch() -> Iterator[int]:
         import zarr
@@ -215,15 +215,20 @@ def peer(name: str, store: str) -> Callable[[], Iterator[int]]:
     def backed() -> ad.AnnData:
         import zarr
 
-        groups = sorted(Path(store).glob("dataset_*"))
-        group = zarr.open_group(groups[0], mode="r")
+        group = zarr.open_group(f"{store}/dataset_0", mode="r")
         return ad.AnnData(ad.io.sparse_dataset(group["X"]), obs=ad.io.read_elem(group["obs"]))
 
     def scdataset() -> Iterator[int]:
         from scdataset import BlockShuffling, scDataset
         from torch.utils.data import DataLoader
 
-        data = scDataset(backed().X, BlockShuffling(block_size=16), batch_size=BATCH_SIZE, fetch_factor=64)
+        data = scDataset(
+            backed(),
+            BlockShuffling(block_size=16),
+            batch_size=BATCH_SIZE,
+            fetch_factor=64,
+            fetch_transform=lambda cells: cells.to_memory(),
+        )
         for batch in DataLoader(data, batch_size=None):
             yield batch.shape[0]
 
@@ -236,7 +241,7 @@ def peer(name: str, store: str) -> Callable[[], Iterator[int]]:
     return {"annbatch": annbatch, "scdataset": scdataset, "annloader": annloader}[name]
 
 
-def train(store: str, name: str, most: int) -> dict[str, float]:
+def train(store: str, name: str) -> dict[str, float]:
     """Time the start of training and its first steps after compilation."""
     import torch
     from lightning.pytorch.callbacks import Callback
@@ -245,7 +250,7 @@ def train(store: str, name: str, most: int) -> dict[str, float]:
     from scforge.training import CellDataModule
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    steps = min(STEPS[name], max(2, most // BATCH_SIZE))
+    steps, batch_size = STEPS[name]
     times: list[tuple[float, float]] = []
 
     class Clock(Callback):
@@ -253,14 +258,15 @@ def train(store: str, name: str, most: int) -> dict[str, float]:
             times.append((time.perf_counter(), time.process_time()))
 
     began = time.perf_counter()
-    data = CellDataModule(store, batch_key=BATCH, validation_size=0.001, batch_size=BATCH_SIZE)
+    data = CellDataModule(store, batch_key=BATCH, validation_size=0.001, batch_size=batch_size)
     options: dict[str, Any] = {}
     if name == "transformer":
-        options = {"architecture": "transformer_encoder", "hidden_dim": 128, "num_layers": 4, "num_heads": 4}
+        sizes = {"hidden_dim": 128, "num_layers": 4, "num_heads": 4}
+        options = {"architecture": "transformer_encoder", "tokenizer": {"name": "rank_value", "max_len": 512}, **sizes}
     model = Encoder(datamodule=data, **options)
     model.train(max_steps=steps + 1, progress_bar=False, accelerator="cpu", callbacks=[Clock()])
     wall, cpu = np.subtract(times[-1], times[0])
-    n = (len(times) - 1) * BATCH_SIZE
+    n = (len(times) - 1) * batch_size
     return {"first_batch_s": times[0][0] - began, "cells_per_s": n / wall, "cpu_us": 1e6 * cpu / n}
 
 
@@ -346,7 +352,7 @@ def measure(question: str, store: Path, n_cells: int, rank: int, world_size: int
                 numbers[metric] = float(perfect / np.mean(mixing[key]))
         return numbers | {"peak_gb": peak_gb()}
     if question.startswith("training"):
-        return train(str(store), "default" if "default" in question else "transformer", most) | {"peak_gb": peak_gb()}
+        return train(str(store), "default" if "default" in question else "transformer") | {"peak_gb": peak_gb()}
     if question.startswith("embed"):
         return embed(store, n_cells)
     return transfer(store, n_cells) | {"peak_gb": peak_gb()}
