@@ -201,7 +201,7 @@ def distance(codes: np.ndarray, all_codes: np.ndarray) -> float:
 
 
 def peer(name: str, store: str) -> Callable[[], Iterator[int]]:
-    """Return an epoch of minibatches of counts by another package, from the same files or the first data set in them."""
+    """Return an epoch of minibatches of counts by another package, from the store or its first dataset."""
 
     def annbatch() -> Iterator[int]:
         import zarr
