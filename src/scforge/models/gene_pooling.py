@@ -8,8 +8,6 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any, cast
 
-import numba
-import numpy as np
 import torch
 from torch import nn
 
@@ -65,14 +63,6 @@ class _TokenStates(nn.Module):
         return states, mean_pool(hidden_bsh, tokens_bs)
 
 
-@numba.njit(cache=True, nogil=True)
-def _add_weights(input_ids, weights, sums):
-    """Add the weight of each token to the sum of its id and cell; scatter_add takes several times as long."""
-    for cell in range(len(input_ids)):
-        for position in range(input_ids.shape[1]):
-            sums[cell, input_ids[cell, position]] += weights[cell, position]
-
-
 class _WeightedSum(nn.Module):
     """Compute the sum of gene embeddings weighted by expression, then an MLP: one hidden state per cell."""
 
@@ -101,9 +91,8 @@ class _WeightedSum(nn.Module):
         if weights.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             table = self.bag.weight if isinstance(self.bag, nn.EmbeddingBag) else self.bag.table()
             if len(table) <= _DENSE * input_ids.shape[1]:
-                sums = np.zeros((len(input_ids), len(table)), dtype=np.float32)
-                _add_weights(input_ids.numpy(), weights.detach().float().numpy(), sums)
-                return self.mlp[:-1](torch.from_numpy(sums).to(dtype) @ table)
+                sums = weights.new_zeros(len(input_ids), len(table)).scatter_add_(1, input_ids, weights)
+                return self.mlp[:-1](sums @ table)
         return self.mlp[:-1](self.bag(input_ids, per_sample_weights=weights))
 
 
