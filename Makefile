@@ -7,7 +7,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all test-exhaustive gpu gpu-dry test-census test-cz results lint docs notebooks constraints clean
+.PHONY: help quickstart test test-all test-exhaustive gpu gpu-dry scale-dry test-census test-cz results lint docs notebooks constraints clean
 
 help: ## Show the jobs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +40,10 @@ gpu-dry: ## Run the benchmark of a GPU on the CPU, in tiny sizes
 	@$(INSTALL) test
 	$(ONE_THREAD) $(VENV)/bin/python benchmarks/gpu.py --tiny
 
+scale-dry: ## Run the benchmark of large stores on 3,000 cells
+	@$(INSTALL) test
+	$(ONE_THREAD) $(VENV)/bin/python benchmarks/scale.py --tiny
+
 # What meets the tables of pandas, whose version 2 the clients of the Census need.
 WITH_PANDAS := census census_filters checks conversion readers readers_h5ad sources splits \
 	statistics_selection store store_collections store_damage
@@ -69,6 +73,7 @@ results: ## Rewrite the tables and figures of the documentation from benchmarks/
 	$(VENV)/bin/python benchmarks/integration_finetuning.py --docs docs/reference_mapping.md
 	$(VENV)/bin/python benchmarks/perturbation_effects.py --docs docs/fine_tuning.md
 	$(VENV)/bin/python benchmarks/in_silico.py --docs docs/in_silico.md
+	$(VENV)/bin/python benchmarks/scale.py --docs docs/scaling.md
 	$(VENV)/bin/python benchmarks/figures.py docs/_static/benchmarks
 
 lint: ## Check style, imports between layers, types, and wording

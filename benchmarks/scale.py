@@ -13,6 +13,7 @@ converted with ``append=True`` and deleted, so that the disk holds the store and
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -48,9 +49,11 @@ QUESTIONS: dict[str, list[str]] = {
     "rank tokens, two processes": ["cells_per_s", "cpu_us", "peak_gb"],
     **{f"CSR, {peer}": ["first_batch_s", "cells_per_s", "cpu_us", "peak_gb"] for peer in PEERS.values()},
     "training, default encoder": ["first_batch_s", "cells_per_s", "cpu_us", "peak_gb"],
+    "training, default encoder, DDP with two processes": ["first_batch_s", "cells_per_s", "cpu_us", "peak_gb"],
     "training, transformer of 4 layers": ["first_batch_s", "cells_per_s", "cpu_us", "peak_gb"],
     "embed, killed once": ["cells_per_s", "peak_gb"],
     "transfer_labels, as many query cells": ["cells_per_s", "peak_gb", "accuracy"],
+    "evaluate, a sample": ["cells_per_s", "peak_gb"],
 }
 HEADS = {
     "first_batch_s": "s to the first minibatch",
@@ -133,8 +136,8 @@ def convert_parts(store: Path, n_cells: int) -> Iterator[dict[str, float]]:
 
     done = scforge.data.StoreInfo.read(store).n_cells if store.exists() else 0
     script = (
-        "import sys, time, scforge; began, cpu = time.perf_counter(), time.process_time(); "
-        "scforge.data.convert(sys.argv[1], sys.argv[2], append=sys.argv[3] == 'append', progress=False); "
+        "import sys, time; from scforge.data import convert; began = time.perf_counter(); "
+        "convert(sys.argv[1], sys.argv[2], append=sys.argv[3] == 'append', progress=False); "
         "print(time.perf_counter() - began, open('/proc/self/status').read())"
     )
     seconds, peak, converted = 0.0, 0.0, 0
@@ -156,9 +159,9 @@ def convert_parts(store: Path, n_cells: int) -> Iterator[dict[str, float]]:
 
 def timed(batches: Callable[[], Iterator[int]], most: int) -> dict[str, float]:
     """Time an epoch, or its first `most` cells."""
-    began, n = time.perf_counter(), 0
+    began = time.perf_counter()
     iterator = batches()
-    n = next(iterator)
+    next(iterator)
     first = time.perf_counter() - began
     began, cpu, n = time.perf_counter(), time.process_time(), 0
     for size in iterator:
@@ -241,7 +244,7 @@ def peer(name: str, store: str) -> Callable[[], Iterator[int]]:
     return {"annbatch": annbatch, "scdataset": scdataset, "annloader": annloader}[name]
 
 
-def train(store: str, name: str) -> dict[str, float]:
+def train(store: str, name: str, n_cells: int) -> dict[str, float]:
     """Time the start of training and its first steps after compilation."""
     import torch
     from lightning.pytorch.callbacks import Callback
@@ -251,6 +254,7 @@ def train(store: str, name: str) -> dict[str, float]:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     steps, batch_size = STEPS[name]
+    steps = min(steps, n_cells // batch_size)
     times: list[tuple[float, float]] = []
 
     class Clock(Callback):
@@ -264,10 +268,12 @@ def train(store: str, name: str) -> dict[str, float]:
         sizes = {"hidden_dim": 128, "num_layers": 4, "num_heads": 4}
         options = {"architecture": "transformer_encoder", "tokenizer": {"name": "rank_value", "max_len": 512}, **sizes}
     model = Encoder(datamodule=data, **options)
-    model.train(max_steps=steps + 1, progress_bar=False, accelerator="cpu", callbacks=[Clock()])
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    devices: dict[str, Any] = {"devices": world_size, "strategy": "ddp"} if world_size > 1 else {}
+    model.train(max_steps=steps + 1, progress_bar=False, accelerator="cpu", callbacks=[Clock()], **devices)
     wall, cpu = np.subtract(times[-1], times[0])
-    n = (len(times) - 1) * batch_size
-    return {"first_batch_s": times[0][0] - began, "cells_per_s": n / wall, "cpu_us": 1e6 * cpu / n}
+    n = (len(times) - 1) * batch_size * world_size
+    return {"first_batch_s": times[0][0] - began, "cells_per_s": n / wall, "cpu_us": 1e6 * cpu * world_size / n}
 
 
 def light_model(store: Path, folder: Path) -> Path:
@@ -333,6 +339,23 @@ def transfer(store: Path, n_cells: int) -> dict[str, float]:
     return {"cells_per_s": n / seconds, "accuracy": right / n}
 
 
+def evaluate(store: Path, n_cells: int) -> dict[str, float]:
+    """Score the embedding of at most 100,000 cells by label prediction and geometry, beside 30 components."""
+    import scforge
+    from scforge.models import Encoder
+
+    part = store.with_name("evaluated.h5ad")
+    make_part(part, min(n_cells, 100_000), 30_000)
+    cells = ad.read_h5ad(part)
+    part.unlink()
+    Encoder.load(light_model(store, store.parent)).get_latent_representation(cells, key_added="X_scforge")
+    began = time.perf_counter()
+    scforge.eval.evaluate(
+        cells, ["cell_type_probe", "geometry"], "X_scforge", labels_key=TYPE, baselines=30, progress_bar=False
+    )
+    return {"cells_per_s": len(cells) / (time.perf_counter() - began)}
+
+
 def measure(question: str, store: Path, n_cells: int, rank: int, world_size: int, most: int) -> dict[str, float]:
     """Answer one question in this process."""
     name = {f"CSR, {title}": key for key, title in PEERS.items()}.get(question)
@@ -352,25 +375,33 @@ def measure(question: str, store: Path, n_cells: int, rank: int, world_size: int
                 numbers[metric] = float(perfect / np.mean(mixing[key]))
         return numbers | {"peak_gb": peak_gb()}
     if question.startswith("training"):
-        return train(str(store), "default" if "default" in question else "transformer") | {"peak_gb": peak_gb()}
+        name = "default" if "default" in question else "transformer"
+        return train(str(store), name, n_cells) | {"peak_gb": peak_gb()}
     if question.startswith("embed"):
         return embed(store, n_cells)
+    if question.startswith("evaluate"):
+        return evaluate(store, n_cells) | {"peak_gb": peak_gb()}
     return transfer(store, n_cells) | {"peak_gb": peak_gb()}
 
 
 def in_processes(question: str, store: Path, n_cells: int, most: int) -> dict[str, float] | None:
     """Measure in one process, or in two at once whose speeds add up; None where a peer is not installed."""
-    world_size = 2 if "two processes" in question else 1
-    command = [sys.executable, "-W", "ignore", __file__, "--measure", question, "--store", str(store)]
-    command += ["--n-cells", str(n_cells), "--world", str(world_size), "--most", str(most)]
-    running = [
-        subprocess.Popen([*command, "--rank", str(rank)], stdout=subprocess.PIPE, text=True)
-        for rank in range(world_size)
-    ]
+    if PEERS["scdataset"] in question and importlib.util.find_spec("scdataset") is None:
+        print(f"left out, because it is not installed: {question}", flush=True)
+        return None
+    arguments = [__file__, "--measure", question, "--store", str(store), "--n-cells", str(n_cells)]
+    arguments += ["--most", str(most)]
+    python = [sys.executable, "-W", "ignore"]
+    if "DDP" in question:
+        launcher = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        running = [subprocess.Popen([*launcher, *arguments], stdout=subprocess.PIPE, text=True)]
+    else:
+        world_size = 2 if "two processes" in question else 1
+        of_ranks = [[*arguments, "--world", str(world_size), "--rank", str(rank)] for rank in range(world_size)]
+        running = [subprocess.Popen([*python, *rank], stdout=subprocess.PIPE, text=True) for rank in of_ranks]
     outputs = [process.communicate()[0] for process in running]
     if any(process.returncode for process in running):
-        print(f"left out: {question}", flush=True)
-        return None
+        sys.exit(f"scale.py: failed: {question}")
     parts = pd.DataFrame([json.loads(output.splitlines()[-1]) for output in outputs])
     return {name: float(parts[name].sum() if name == "cells_per_s" else parts[name].max()) for name in parts}
 
@@ -431,7 +462,9 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     if args.measure:
-        print(json.dumps(measure(args.measure, args.store, args.n_cells, args.rank, args.world, args.most)))
+        numbers = measure(args.measure, args.store, args.n_cells, args.rank, args.world, args.most)
+        if os.environ.get("RANK", "0") == "0":
+            print(json.dumps(numbers))
     elif args.docs:
         for page in args.docs:
             rewrite(page, "scale", lambda _: table(read(RESULTS, KEYS)))
@@ -439,9 +472,6 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             args.folder, args.millions = Path(folder), [0.003]
             rows = pd.DataFrame(measured(args))
-        missing = {"conversion", *args.questions} - set(rows["question"]) - {f"CSR, {name}" for name in PEERS.values()}
-        if missing:
-            sys.exit(f"scale.py: no row of {sorted(missing)}")
         print(table(rows))
     else:
         print(table(keep(measured(args), RESULTS, KEYS)))
