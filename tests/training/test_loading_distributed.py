@@ -1,7 +1,9 @@
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -185,3 +187,45 @@ def test_fsdp_shards_the_layers_and_computes_what_ddp_does(trained, many_adata):
     for name, value in fsdp.items():
         assert torch.equal(model.module.state_dict()[name], value)
     assert model.get_latent_representation(many_adata.copy()).shape == (700, 8)
+
+
+RESUMED = """
+import json, os, sys
+from pathlib import Path
+import anndata, torch
+from scforge.estimators import Encoder
+
+torch.set_num_threads(1)
+folder, rank = Path(sys.argv[4]), os.environ["RANK"]
+folder.with_name(f"{folder.name}{rank}.pid").write_text(str(os.getpid()))
+adata = anndata.read_h5ad(sys.argv[1])
+Encoder.setup_anndata(adata)
+model = Encoder(adata, **json.loads(sys.argv[2]))
+model.train(
+    devices=2, strategy="ddp", batch_size=16, checkpoint_dir=folder, checkpoint_every_n_steps=5, resume="auto",
+    **json.loads(sys.argv[3]),
+)
+torch.save(model.module.state_dict(), f"{folder}{rank}.pt")
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ddp_resumes_after_a_process_was_killed(trained, many_adata, tmp_path, rank):
+    cells = tmp_path / "cells.h5ad"
+    many_adata.write_h5ad(cells)
+    (tmp_path / "resumed.py").write_text(RESUMED)
+    launch = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "resumed.py"]
+    command = [sys.executable, *launch, str(cells), json.dumps(MODEL), json.dumps(TRAINING), "run"]
+    quiet = {"cwd": tmp_path, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    with subprocess.Popen(command, env=environment, **quiet) as first:
+        while first.poll() is None and not list(tmp_path.glob("run/step=*")):
+            time.sleep(0.01)
+        os.kill(int((tmp_path / f"run{rank}.pid").read_text()), signal.SIGKILL)
+        assert first.wait(timeout=120) != 0
+    assert not list(tmp_path.glob("run?.pt"))
+    subprocess.run(command, env=environment, check=True, timeout=300, **quiet)
+    for process in (0, 1):
+        resumed = weights(tmp_path, f"run{process}")
+        for name, value in weights(trained, "ddp0").items():
+            assert torch.equal(resumed[name], value), "the weights of a training that was not interrupted"
