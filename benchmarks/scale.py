@@ -52,8 +52,8 @@ QUESTIONS: dict[str, list[str]] = {
     "training, default encoder, DDP with two processes": ["first_batch_s", "cells_per_s", "cpu_us", "peak_gb"],
     "training, transformer of 4 layers": ["first_batch_s", "cells_per_s", "cpu_us", "peak_gb"],
     "embed, killed once": ["cells_per_s", "peak_gb"],
-    "transfer_labels, as many query cells": ["cells_per_s", "peak_gb", "accuracy"],
-    "evaluate, a sample": ["cells_per_s", "peak_gb"],
+    "transfer_labels, at most a million query cells": ["cells_per_s", "peak_gb", "accuracy"],
+    "evaluate, at most 100,000 cells": ["cells_per_s", "peak_gb"],
 }
 HEADS = {
     "first_batch_s": "s to the first minibatch",
@@ -132,9 +132,9 @@ def peak_gb() -> float:
 
 def convert_parts(store: Path, n_cells: int) -> Iterator[dict[str, float]]:
     """Make the store part by part, each converted in a process of its own; parts that are in it are left out."""
-    import scforge
+    from scforge.data.store import StoreInfo
 
-    done = scforge.data.StoreInfo.read(store).n_cells if store.exists() else 0
+    done = StoreInfo.read(store).n_cells if store.exists() else 0
     script = (
         "import sys, time; from scforge.data import convert; began = time.perf_counter(); "
         "convert(sys.argv[1], sys.argv[2], append=sys.argv[3] == 'append', progress=False); "
@@ -152,6 +152,7 @@ def convert_parts(store: Path, n_cells: int) -> Iterator[dict[str, float]]:
         peak = max(peak, int(words[words.index("VmHWM:") + 1]) / 1e6)
         part.unlink()
         print(f"{done:,} cells in the store, {size / float(words[0]):,.0f} cells/s", flush=True)
+    os.sync()
     if converted == n_cells:
         on_disk = sum(file.stat().st_size for file in store.rglob("*") if file.is_file())
         yield {"cells_per_s": n_cells / seconds, "peak_gb": peak, "bytes_per_cell": on_disk / n_cells}
@@ -172,22 +173,21 @@ def timed(batches: Callable[[], Iterator[int]], most: int) -> dict[str, float]:
     return {"first_batch_s": first, "cells_per_s": n / spent, "cpu_us": 1e6 * (time.process_time() - cpu) / n}
 
 
-def rank_tokens(store: str, rank: int, world_size: int, mixing: dict[str, list[float]]) -> Callable[[], Iterator[int]]:
+def rank_tokens(store: str, rank: int, world_size: int, read_rows: list[np.ndarray]) -> Callable[[], Iterator[int]]:
+    """Return an epoch of minibatches of tokens, which appends the cells of each to `read_rows`."""
     from scforge.data import CellOrder, open_cells
     from scforge.tokenizers import get_tokenizer
     from scforge.training import BatchLoader
 
     def batches() -> Iterator[int]:
         cells = open_cells(store, obs=[TYPE, BATCH])
-        codes = {key: cells.obs[key].cat.codes.to_numpy() for key in (TYPE, BATCH)}
         tokenizer = get_tokenizer("rank_value", cells.vocab, max_len=2048)
         order = CellOrder(
             np.arange(len(cells)), BATCH_SIZE, chunk_size=cells.chunk_size, rank=rank, world_size=world_size
         )
 
         def prepare(block: Any) -> Any:
-            for key, values in codes.items():
-                mixing[key].append(distance(values[block.rows], values))
+            read_rows.append(block.rows)
             return tokenizer(block)
 
         for batch in BatchLoader(cells, order, prepare, num_threads=1):
@@ -196,34 +196,42 @@ def rank_tokens(store: str, rank: int, world_size: int, mixing: dict[str, list[f
     return batches
 
 
-def distance(codes: np.ndarray, all_codes: np.ndarray) -> float:
-    """Return half the sum of absolute differences between the shares of classes in a minibatch and in all cells."""
-    n_classes = int(all_codes.max()) + 1
-    shares = [np.bincount(part, minlength=n_classes) / len(part) for part in (codes, all_codes[:1_000_000])]
-    return float(np.abs(shares[0] - shares[1]).sum() / 2)
+def mixed(codes: np.ndarray, minibatches: list[np.ndarray]) -> float:
+    """Return how well classes are mixed, compared with minibatches drawn at random: 1, or less if they are not.
+
+    The distance of a minibatch is half the sum of absolute differences between the shares of classes in it and in all
+    cells.
+    """
+    shares = np.bincount(codes) / len(codes)
+
+    def distance(rows: np.ndarray) -> float:
+        return float(np.abs(np.bincount(codes[rows], minlength=len(shares)) / len(rows) - shares).sum() / 2)
+
+    generator = np.random.default_rng(0)
+    perfect = np.mean([distance(generator.integers(len(codes), size=BATCH_SIZE)) for _ in range(200)])
+    return float(perfect / np.mean([distance(rows) for rows in minibatches[:2000]]))
 
 
 def peer(name: str, store: str) -> Callable[[], Iterator[int]]:
-    """Return an epoch of minibatches of counts by another package, from the store or its first dataset."""
+    """Return an epoch of minibatches of counts by another package; some read the first dataset of the store only."""
+    import zarr
+    from annbatch import DatasetCollection, Loader
+    from anndata.experimental import AnnLoader
+    from torch.utils.data import DataLoader
+
+    zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})
 
     def annbatch() -> Iterator[int]:
-        import zarr
-        from annbatch import DatasetCollection, Loader
-
-        zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})
         options: dict[str, Any] = {"chunk_size": 256, "preload_nchunks": 64, "batch_size": BATCH_SIZE, "shuffle": True}
         for batch in Loader(**options, preload_to_gpu=False).use_collection(DatasetCollection(store, mode="r")):
             yield batch["X"].shape[0]
 
     def backed() -> ad.AnnData:
-        import zarr
-
         group = zarr.open_group(f"{store}/dataset_0", mode="r")
         return ad.AnnData(ad.io.sparse_dataset(group["X"]), obs=ad.io.read_elem(group["obs"]))
 
     def scdataset() -> Iterator[int]:
         from scdataset import BlockShuffling, scDataset
-        from torch.utils.data import DataLoader
 
         data = scDataset(
             backed(),
@@ -236,8 +244,6 @@ def peer(name: str, store: str) -> Callable[[], Iterator[int]]:
             yield batch.shape[0]
 
     def annloader() -> Iterator[int]:
-        from anndata.experimental import AnnLoader
-
         for batch in AnnLoader(backed(), batch_size=BATCH_SIZE, shuffle=True):
             yield batch.X.shape[0]  # reads the counts
 
@@ -362,18 +368,16 @@ def measure(question: str, store: Path, n_cells: int, rank: int, world_size: int
     if name is not None:
         return timed(peer(name, str(store)), 20_000 if name == "annloader" else most) | {"peak_gb": peak_gb()}
     if question.startswith("rank tokens"):
-        mixing: dict[str, list[float]] = {TYPE: [], BATCH: []}
-        numbers = timed(rank_tokens(str(store), rank, world_size, mixing), most // world_size)
+        minibatches: list[np.ndarray] = []
+        numbers = timed(rank_tokens(str(store), rank, world_size, minibatches), most // world_size)
+        numbers["peak_gb"] = peak_gb()
         if world_size == 1:
             from scforge.data import open_cells
 
             obs = open_cells(store, obs=[TYPE, BATCH]).obs
-            generator = np.random.default_rng(0)
             for key, metric in ((TYPE, "types_mixed"), (BATCH, "batches_mixed")):
-                codes = obs[key].cat.codes.to_numpy()
-                perfect = np.mean([distance(generator.choice(codes, BATCH_SIZE), codes) for _ in range(200)])
-                numbers[metric] = float(perfect / np.mean(mixing[key]))
-        return numbers | {"peak_gb": peak_gb()}
+                numbers[metric] = mixed(obs[key].cat.codes.to_numpy(), minibatches)
+        return numbers
     if question.startswith("training"):
         name = "default" if "default" in question else "transformer"
         return train(str(store), name, n_cells) | {"peak_gb": peak_gb()}

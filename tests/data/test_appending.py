@@ -1,4 +1,6 @@
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -212,15 +214,42 @@ def test_what_is_outside_of_the_vocabulary_is_reported(files, tmp_path):
     assert 1 - share < info.counts_kept < 1
 
 
+def test_counts_too_large_for_the_store_are_refused(tmp_path):
+    convert(make("a", 100, range(60), seed=0), tmp_path / "s.zarr")
+    more = make("b", 60, range(60), seed=1)
+    more.X.data[more.X.indptr[5]] = 70_000
+    with pytest.raises(DataError, match=r"the count 70000, but the largest count of the store is 65,535; convert all"):
+        convert(more, tmp_path / "s.zarr", append=True)
+    assert inspect_store(tmp_path / "s.zarr", verify=True).info.n_cells == 100
+
+
+def test_files_of_one_name_in_several_folders(files, tmp_path, monkeypatch):
+    stats = files["a"].stat()
+    for number, name in enumerate("ab"):
+        folder = tmp_path / f"sample {name}"
+        folder.mkdir()
+        moved = files[name].rename(folder / "cells.h5ad")
+        os.utime(moved, ns=(stats.st_atime_ns, stats.st_mtime_ns))
+        monkeypatch.chdir(folder)
+        info = convert("cells.h5ad", tmp_path / "s.zarr", append=number > 0)
+    assert info.n_cells == 1500
+    shutil.copy("cells.h5ad", "copy.h5ad")
+    with pytest.warns(ScforgeWarning, match="the names of 600 of 600 cells are in the store already"):
+        convert("copy.h5ad", tmp_path / "s.zarr", append=True)
+
+
 def test_names_sources_categories_and_wide_counts_of_cells_in_memory(tmp_path):
     first, second = make("a", 100, range(60), seed=0), make("a", 60, range(60), seed=1)
     first.obs["batch"] = first.obs["batch"].astype("category")
     second.obs["batch"] = second.obs["batch"].astype(float).astype("category")
     second.obs["depth"] = np.arange(60)
-    second.X.data[second.X.indptr[5]] = 70_000
+    first.X.data[first.X.indptr[5]] = 70_000
     convert(first, tmp_path / "s.zarr")
-    info = convert(second, tmp_path / "s.zarr", append=True)
-    info = convert(second[:30].copy(), tmp_path / "s.zarr", append=True)
+    in_store = "the names of {} of {} cells are in the store already; check that these are not the same cells"
+    with pytest.warns(ScforgeWarning, match=in_store.format(60, 60)):
+        convert(second, tmp_path / "s.zarr", append=True)
+    with pytest.warns(ScforgeWarning, match=in_store.format(30, 30)):
+        info = convert(second[:30].copy(), tmp_path / "s.zarr", append=True)
     assert info.counts_dtype == "uint32"
     cells = open_cells(tmp_path / "s.zarr")
     assert sorted(cells.names()) == sorted(
@@ -228,6 +257,8 @@ def test_names_sources_categories_and_wide_counts_of_cells_in_memory(tmp_path):
     )
     assert cells.sources().value_counts().to_dict() == {"adata": 100, "adata-1": 60, "adata-2": 30}
     assert cells.block(np.arange(190)).counts.max() == 70_000
+    data = (zarr.open_array(tmp_path / f"s.zarr/dataset_{number}/X/data", mode="r") for number in range(3))
+    assert {array.dtype for array in data} == {np.dtype(np.uint32)}
     assert cells.obs["depth"].max() == 59
     assert cells.obs["batch"].cat.categories.tolist() == [0, 1, 2]
 

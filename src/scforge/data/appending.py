@@ -14,6 +14,7 @@ import pandas as pd
 
 from scforge.data.genes import GeneMap
 from scforge.data.joining import StoredObs
+from scforge.data.paths import is_url
 from scforge.data.readers import ChunkReader, identity_of
 from scforge.data.remote import open_group, reading
 from scforge.data.store import DATASET, SOURCE, TOTAL, StoreInfo, content_hash, has_checksums, read_measured, read_vocab
@@ -102,12 +103,17 @@ class StoreEnd:
 
     def check_new(self, streams: Sequence[ChunkReader], described: Sequence[Mapping[str, Any]]) -> None:
         """Raise an OptionError if the store contains a source already."""
-        stored = {_fingerprint(source): source["name"] for source in self.info.sources}
-        again = [source["name"] for source in described if _fingerprint(source) in stored]
+        stored = [(_resolved(source["name"]), _fingerprint(source)) for source in self.info.sources]
+        again = [source["name"] for source in described if (_resolved(source["name"]), _fingerprint(source)) in stored]
         if again:
             rest = "nothing to append" if len(again) == len(described) else "omit what is there"
             raise OptionError(f"contains {listing(again)}, which is in the store already; {rest}.", argument="sources")
-        names = {str(Path(name).resolve()) for name in stored.values()} | set(stored.values())
+        # A relative name may have been that of a file in another folder.
+        names = {
+            _resolved(source["name"])
+            for source in self.info.sources
+            if is_url(source["name"]) or Path(source["name"]).is_absolute()
+        }
         for stream in streams:
             if hasattr(stream, "address") and identity_of(stream) in names:  # a file, not cells in memory or a query
                 raise OptionError(
@@ -135,7 +141,6 @@ class StoreEnd:
             old,
             n_cells=old.n_cells + new.n_cells,
             n_nonzeros=old.n_nonzeros + new.n_nonzeros,
-            counts_dtype=max(old.counts_dtype, new.counts_dtype, key=lambda name: np.dtype(name).itemsize),
             content_hash=content_hash(old.vocab_hash, [dataset["hash"] for dataset in datasets]),
             datasets=datasets,
             sources=[*old.sources, *new.sources],
@@ -150,6 +155,10 @@ class StoreEnd:
             created=new.created,
             scforge_version=new.scforge_version,
         )
+
+
+def _resolved(name: str) -> str:
+    return name if is_url(name) else str(Path(name).resolve())
 
 
 def _fingerprint(source: Mapping[str, Any]) -> str:

@@ -175,6 +175,8 @@ def convert(
     table = join_obs(streams, columns, None if end is None else end.obs)
     size = dataset_size(n_bytes, streams, genes, table)
     with _working_folder(target) as folder, _full_disk(target):
+        if end is not None and StoreInfo.read(target) != end.info:  # by another append, before this one had the lock
+            raise OptionError("has changed since the append began; run it again.", path=str(target))
         _check_space(folder, streams, genes.n_genes)
         order = np.arange(len(table), dtype=np.uint32 if len(table) < 2**32 else np.uint64)
         if shuffle:
@@ -182,9 +184,7 @@ def convert(
             # Not the seed alone: permuting the cells of the store with the same seed would restore the old order.
             np.random.default_rng([seed, *b"store"]).shuffle(positions)
             order[positions] = np.arange(len(table))
-        scattered = Scattered(folder, order, size, genes)
-        if end is not None:
-            scattered.counts_dtype = np.dtype(end.info.counts_dtype)
+        scattered = Scattered(folder, order, size, genes, None if end is None else end.info.counts_dtype)
         measured = np.stack([gene_map.measured for gene_map in maps])
         of_all = measured if end is None else np.concatenate([end.measured, measured])
         scattered.read(streams, maps, table, partial=of_all.any(axis=0) & ~of_all.all(axis=0), progress=progress)
@@ -234,8 +234,6 @@ def convert(
             write_root(folder / "store", info, genes, measured, scattered.checksums)
             swap_in(folder / "store", target, overwrite=overwrite)
             return info
-        if StoreInfo.read(target) != end.info:
-            raise OptionError("has changed since the append began; run it again.", path=str(target))
         info = end.grown(info, sum(scattered.sums))
         names = write_added(folder / "store", target, info, measured, scattered.checksums, first)
         add_to_store(folder / "store", target, names)

@@ -97,18 +97,32 @@ def join_obs(
     columns[SOURCE] = pd.Categorical.from_codes(numbers, categories=labels)
     rows = np.concatenate([np.arange(size) for size in sizes])
     taken = None if onto is None else onto.has
-    return pd.DataFrame(columns, index=_unique(names[0].append(names[1:]), numbers, rows, taken))
+    return pd.DataFrame(columns, index=_unique(names[0].append(names[1:]), labels, numbers, rows, taken))
 
 
 def _unique(
-    names: pd.Index, sources: np.ndarray, rows: np.ndarray, taken: Callable[[pd.Index], np.ndarray] | None
+    names: pd.Index,
+    labels: Sequence[str],
+    sources: np.ndarray,
+    rows: np.ndarray,
+    taken: Callable[[pd.Index], np.ndarray] | None,
 ) -> pd.Index:
-    """Return unique names: append the number of the source to duplicates and `taken` names, then the row if needed."""
+    """Return unique names: append the number of the source to duplicates and `taken` names, then the row if needed.
+
+    Warns of sources, most of whose names are taken.
+    """
     for step, numbers in enumerate((sources, rows)):
-        again = np.flatnonzero(names.duplicated(keep=False) | (False if taken is None else taken(names)))
+        in_store = np.zeros(len(names), dtype=bool) if taken is None else taken(names)
+        again = np.flatnonzero(names.duplicated(keep=False) | in_store)
         if not len(again):
             return names
         if step == 0:
+            n_cells, n_taken = np.bincount(sources), np.bincount(sources, in_store)
+            for source in np.flatnonzero(2 * n_taken > n_cells):
+                warn(
+                    f"{labels[int(source)]!r}: the names of {n_taken[source]:,.0f} of {n_cells[source]:,} cells are in the "
+                    "store already; check that these are not the same cells."
+                )
             logger.info(
                 "%d cells have a duplicate name; the number of the source is appended to these names.", len(again)
             )

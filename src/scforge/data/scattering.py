@@ -66,13 +66,19 @@ class Scattered:
         Number of cells per dataset.
     vocab
         The vocabulary.
+    counts_dtype
+        Type of the counts of the store to which cells are appended, whose datasets all have the same. If None, the
+        smallest that holds the counts.
     """
 
-    def __init__(self, folder: Path, order: np.ndarray, size: int, vocab: GeneVocab) -> None:
-        self.folder, self.vocab, self.size = folder, vocab, size
+    def __init__(
+        self, folder: Path, order: np.ndarray, size: int, vocab: GeneVocab, counts_dtype: str | None = None
+    ) -> None:
+        self.folder, self.vocab = folder, vocab
         self.parts = [order[start : start + size] for start in range(0, len(order), size)]
         self.genes_dtype = gene_dtype(vocab.n_genes)
-        self.counts_dtype: np.dtype = np.dtype(np.uint16)
+        self.counts_dtype: np.dtype = np.dtype(counts_dtype or np.uint16)
+        self.largest = _MAX_COUNT if counts_dtype is None else int(np.iinfo(counts_dtype).max)
         self.lengths = np.empty(len(order), dtype=np.uint32)
         self.wide = np.zeros(len(order), dtype=bool)
         """Whether the counts of a cell have 32 bits in the files, not 16."""
@@ -126,16 +132,16 @@ class Scattered:
     ) -> tuple[float, float]:
         """Map the genes of a chunk and append its cells to the files; return the sums of counts, also in `partial`."""
         data = chunk.data
-        if data.max(initial=0) > _MAX_COUNT:  # which may be outside of the vocabulary
-            _check_largest(gene_map.apply(chunk).data.max(initial=0), source)
-            data = np.minimum(data, _MAX_COUNT)
+        if float(data.max(initial=0)) > _MAX_COUNT:  # which may be outside of the vocabulary
+            self._check_largest(gene_map.apply(chunk).data.max(initial=0), source)
+            data = np.minimum(data.astype(np.float64), _MAX_COUNT)
         order = np.argsort(dataset_of, kind="stable")
         genes, counts = np.empty(len(data), self.genes_dtype), np.empty(len(data), np.uint32)
         parts = chunk.indptr.astype(np.int64), chunk.indices.astype(np.int32, copy=False), data.astype(np.uint32)
         lengths = np.empty(len(order), dtype=np.uint32)
         columns = gene_map.columns.astype(np.int32)
         largest, kept, of_partial = _map_rows(*parts, columns, partial, order, genes, counts, lengths)
-        _check_largest(largest, source)
+        self._check_largest(largest, source)
         wide = largest > np.iinfo(np.uint16).max
         if wide:
             self.counts_dtype = np.dtype(np.uint32)
@@ -149,6 +155,14 @@ class Scattered:
                 with (self.folder / f"counts_{number}").open("ab") as file:
                     file.write(counts[start:stop].astype(_counts_dtype(wide)))
         return float(kept), float(of_partial)
+
+    def _check_largest(self, largest: float, source: str) -> None:
+        if float(largest) > self.largest:
+            fix = "check that these are raw counts" if self.largest == _MAX_COUNT else "convert all data again"
+            raise DataError(
+                f"{source!r} contains the count {largest:.0f}, but the largest count of the store is "
+                f"{self.largest:,}; {fix}."
+            )
 
     def write(
         self, store: Path, table: pd.DataFrame, *, first: int, progress: bool
@@ -192,6 +206,8 @@ class Scattered:
                 for start, stop in itertools.pairwise([*cuts.tolist(), len(cells)]):
                     dtype = self.genes_dtype if name == "genes" else _counts_dtype(wide[start])
                     piece = np.fromfile(file, dtype, int(sizes[start:stop].sum()))
+                    if len(piece) != sizes[start:stop].sum():
+                        raise DataError(f"the temporary file {str(path)!r} was shortened; convert again.")
                     _put_rows(piece, sizes[start:stop], targets[start:stop], values)
             path.unlink()
         return matrix
@@ -210,14 +226,6 @@ def _ahead(stream: ChunkReader) -> Iterator[sparse.csr_matrix]:
 def _counts_dtype(wide: bool) -> type[np.unsignedinteger]:
     """Return the type of counts in a temporary file."""
     return np.uint32 if wide else np.uint16
-
-
-def _check_largest(largest: float, source: str) -> None:
-    if largest > _MAX_COUNT:
-        raise DataError(
-            f"{source!r} contains the count {largest:.0f}, but the largest count of a store is {_MAX_COUNT:,}; check "
-            "that these are raw counts."
-        )
 
 
 def _add_to_medians(medians: StreamingMedians | None, matrix: sparse.csr_matrix, totals: np.ndarray) -> None:

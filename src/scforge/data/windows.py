@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -83,8 +82,5 @@ def window_loader(matrices: Sequence[Any]) -> tuple[WindowSampler, Loader]:
     """Return a loader of the rows of sparse matrices on disk, and the sampler that takes its windows."""
     sampler = WindowSampler()
     loader = Loader(batch_sampler=sampler, preload_to_gpu=False)
-    with warnings.catch_warnings():
-        # Appended counts may be wider than those of the store; annbatch widens the others.
-        warnings.filterwarnings("ignore", message="Adding dataset with dtype")
-        loader.add_datasets(list(matrices))
+    loader.add_datasets(list(matrices))
     return sampler, loader

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -22,9 +22,6 @@ from scforge.estimators.spec import ModelSpec
 from scforge.finetuning.adapters import is_adapter
 from scforge.models._utils import without_weights
 from scforge.models._weights import PICKLES, read_weights, refuse_not_finite
-
-if TYPE_CHECKING:
-    pass
 
 FORMAT = 2
 MODEL, ADAPTER = "model", "adapter"
