@@ -120,8 +120,8 @@ def _unique(
             n_cells, n_taken = np.bincount(sources), np.bincount(sources, in_store)
             for source in np.flatnonzero(2 * n_taken > n_cells):
                 warn(
-                    f"{labels[int(source)]!r}: the names of {n_taken[source]:,.0f} of {n_cells[source]:,} cells are in the "
-                    "store already; check that these are not the same cells."
+                    f"{labels[int(source)]!r}: the names of {n_taken[source]:,.0f} of {n_cells[source]:,} cells are in "
+                    "the store already; check that these are not the same cells."
                 )
             logger.info(
                 "%d cells have a duplicate name; the number of the source is appended to these names.", len(again)
