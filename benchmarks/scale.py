@@ -219,9 +219,8 @@ def peer(name: str, store: str) -> Callable[[], Iterator[int]]:
     from anndata.experimental import AnnLoader
     from torch.utils.data import DataLoader
 
-    zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})
-
     def annbatch() -> Iterator[int]:
+        zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})  # makes the others slower
         options: dict[str, Any] = {"chunk_size": 256, "preload_nchunks": 64, "batch_size": BATCH_SIZE, "shuffle": True}
         for batch in Loader(**options, preload_to_gpu=False).use_collection(DatasetCollection(store, mode="r")):
             yield batch["X"].shape[0]
