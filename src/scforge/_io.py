@@ -739,8 +739,8 @@ def add_to_store(new: Path, store: Path, names: Iterable[str]) -> None:
     Until this last step, which is atomic, the store is what it was, because readers open only what its zarr.json lists.
     The caller holds a lock. What an append that was killed has moved there is moved to `new`.
     """
-    for file in [part for part in new.rglob("*") if part.is_file()]:
-        _to_disk(file)
+    for part in new.rglob("*"):
+        _to_disk(part)
     for left in added_in_vain(store):
         left.rename(new / f"{left.name}{_GONE}")
     for name in names:
