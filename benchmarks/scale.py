@@ -153,9 +153,9 @@ def convert_parts(store: Path, n_cells: int) -> Iterator[dict[str, float]]:
         part.unlink()
         print(f"{done:,} cells in the store, {size / float(words[0]):,.0f} cells/s", flush=True)
     os.sync()
-    if converted == n_cells:
+    if converted >= n_cells / 2:  # also of a conversion that was resumed
         on_disk = sum(file.stat().st_size for file in store.rglob("*") if file.is_file())
-        yield {"cells_per_s": n_cells / seconds, "peak_gb": peak, "bytes_per_cell": on_disk / n_cells}
+        yield {"cells_per_s": converted / seconds, "peak_gb": peak, "bytes_per_cell": on_disk / n_cells}
 
 
 def timed(batches: Callable[[], Iterator[int]], most: int) -> dict[str, float]:
