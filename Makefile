@@ -45,7 +45,7 @@ scale-dry: ## Run the benchmark of large stores on 3,000 cells
 	$(ONE_THREAD) $(VENV)/bin/python benchmarks/scale.py --tiny
 
 # What meets the tables of pandas, whose version 2 the clients of the Census need.
-WITH_PANDAS := census census_filters checks conversion readers readers_h5ad sources splits \
+WITH_PANDAS := census census_filters checks conversion readers readers_h5ad sources sampling_splits \
 	statistics_selection store store_collections store_damage
 # tiledbsoma has no wheels for Python 3.14 yet.
 test-census: VENV := .venv-census
