@@ -90,8 +90,8 @@ def _mix(seed, indptr, genes, counts, pairs, batches, effects, depth, out_indptr
     return size
 
 
-def make_part(path: Path, n_cells: int, seed: int) -> None:
-    """Write cells of unequally frequent types and batches into an h5ad file; batches lack some types."""
+def make_cells(n_cells: int, seed: int) -> ad.AnnData:
+    """Return cells of unequally frequent types and batches; batches lack some types."""
     import scforge
 
     real = scforge.datasets.pbmc3k()
@@ -122,7 +122,7 @@ def make_part(path: Path, n_cells: int, seed: int) -> None:
         },
         index=[f"part{seed}-{cell}" for cell in range(n_cells)],
     )
-    ad.AnnData(cells, obs=obs, var=pd.DataFrame(index=real.var_names)).write_h5ad(path)
+    return ad.AnnData(cells, obs=obs, var=pd.DataFrame(index=real.var_names))
 
 
 def peak_gb() -> float:
@@ -131,7 +131,7 @@ def peak_gb() -> float:
 
 
 def convert_parts(store: Path, n_cells: int) -> Iterator[dict[str, float]]:
-    """Make the store part by part, each converted in a process of its own; parts that are in it are left out."""
+    """Make the store part by part, each converted in a separate process; parts that are in it are left out."""
     from scforge.data.store import StoreInfo
 
     done = StoreInfo.read(store).n_cells if store.exists() else 0
@@ -144,7 +144,7 @@ def convert_parts(store: Path, n_cells: int) -> Iterator[dict[str, float]]:
     while done < n_cells:
         size = min(PART, n_cells - done)
         part = store.with_name(f"part{done // PART}.h5ad")
-        make_part(part, size, done // PART)
+        make_cells(size, done // PART).write_h5ad(part)
         how = "append" if done else "new"
         command = [sys.executable, "-W", "ignore", "-c", script, str(part), str(store), how]
         words = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
@@ -289,10 +289,7 @@ def light_model(store: Path, folder: Path) -> Path:
 
     path = folder / "model"
     if not path.exists():
-        part = folder / "reference.h5ad"
-        make_part(part, 20_000, 10_000)
-        cells = ad.read_h5ad(part)
-        part.unlink()
+        cells = make_cells(20_000, 10_000)
         Encoder.setup_anndata(cells, batch_key=BATCH, labels_key=TYPE)
         model = Encoder(cells, vocab=scforge.data.open_cells(store, obs=[]).vocab)
         model.train(5, progress_bar=False, accelerator="cpu")
@@ -333,10 +330,7 @@ def transfer(store: Path, n_cells: int) -> dict[str, float]:
     seconds, right, n = 0.0, 0, 0
     while n < min(n_cells, 1_000_000):
         size = min(100_000, n_cells - n)
-        part = store.with_name("query.h5ad")
-        make_part(part, size, 20_000 + n // 100_000)
-        query = ad.read_h5ad(part)
-        part.unlink()
+        query = make_cells(size, 20_000 + n // 100_000)
         began = time.perf_counter()
         table = model.transfer_labels(query, labels_key=TYPE)
         seconds += time.perf_counter() - began
@@ -350,10 +344,7 @@ def evaluate(store: Path, n_cells: int) -> dict[str, float]:
     import scforge
     from scforge.models import Encoder
 
-    part = store.with_name("evaluated.h5ad")
-    make_part(part, min(n_cells, 100_000), 30_000)
-    cells = ad.read_h5ad(part)
-    part.unlink()
+    cells = make_cells(min(n_cells, 100_000), 30_000)
     Encoder.load(light_model(store, store.parent)).get_latent_representation(cells, key_added="X_scforge")
     began = time.perf_counter()
     scforge.eval.evaluate(

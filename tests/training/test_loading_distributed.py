@@ -210,12 +210,10 @@ torch.save(model.module.state_dict(), f"{folder}{rank}.pt")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ddp_resumes_after_a_process_was_killed(trained, many_adata, tmp_path, rank):
-    cells = tmp_path / "cells.h5ad"
-    many_adata.write_h5ad(cells)
+def test_ddp_resumes_after_a_process_was_killed(trained, tmp_path, rank):
     (tmp_path / "resumed.py").write_text(RESUMED)
     launch = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "resumed.py"]
-    command = [sys.executable, *launch, str(cells), json.dumps(MODEL), json.dumps(TRAINING), "run"]
+    command = [sys.executable, *launch, str(trained / "cells.h5ad"), json.dumps(MODEL), json.dumps(TRAINING), "run"]
     quiet = {"cwd": tmp_path, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with subprocess.Popen(command, env=environment, **quiet) as first:

@@ -15,7 +15,7 @@ import pandas as pd
 from scforge.data.genes import GeneMap
 from scforge.data.joining import StoredObs
 from scforge.data.paths import is_url
-from scforge.data.readers import ChunkReader, identity_of
+from scforge.data.readers import ChunkReader, identity_of, resolved
 from scforge.data.remote import open_group, reading
 from scforge.data.store import DATASET, SOURCE, TOTAL, StoreInfo, content_hash, has_checksums, read_measured, read_vocab
 from scforge.data.vocab import GeneVocab, open_vocab
@@ -105,19 +105,16 @@ class StoreEnd:
 
     def check_new(self, streams: Sequence[ChunkReader], described: Sequence[Mapping[str, Any]]) -> None:
         """Raise an OptionError if the store contains a source already."""
-        stored = [(_resolved(source["name"]), _fingerprint(source)) for source in self.info.sources]
-        again = [source["name"] for source in described if (_resolved(source["name"]), _fingerprint(source)) in stored]
+        stored = [_fingerprint(source) for source in self.info.sources]
+        again = [source["name"] for source in described if _fingerprint(source) in stored]
         if again:
             rest = "nothing to append" if len(again) == len(described) else "omit what is there"
             raise OptionError(f"contains {listing(again)}, which is in the store already; {rest}.", argument="sources")
         # A relative name may have been that of a file in another folder.
-        names = {
-            _resolved(source["name"])
-            for source in self.info.sources
-            if is_url(source["name"]) or Path(source["name"]).is_absolute()
-        }
+        names = [source["name"] for source in self.info.sources]
+        absolute = {resolved(name) for name in names if is_url(name) or Path(name).is_absolute()}
         for stream in streams:
-            if hasattr(stream, "address") and identity_of(stream) in names:  # a file, not cells in memory or a query
+            if hasattr(stream, "address") and identity_of(stream) in absolute:  # a file, not cells in memory or a query
                 raise OptionError(
                     f"contains {stream.name!r}, of which the store has an earlier version; convert all data again, or "
                     "write the new cells to a file of another name.",
@@ -159,9 +156,7 @@ class StoreEnd:
         )
 
 
-def _resolved(name: str) -> str:
-    return name if is_url(name) else str(Path(name).resolve())
-
-
-def _fingerprint(source: Mapping[str, Any]) -> str:
-    return json.dumps({key: value for key, value in source.items() if key not in _OF_STORE}, sort_keys=True)
+def _fingerprint(source: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the name of a source and its version; files of one size and time may differ."""
+    version = {key: value for key, value in source.items() if key not in _OF_STORE}
+    return resolved(source["name"]), json.dumps(version, sort_keys=True)

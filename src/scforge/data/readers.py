@@ -502,7 +502,11 @@ def identity_of(stream: ChunkReader) -> object:
     """Return an identifier that is equal for streams of the same cells: absolute path, URL, or object id."""
     if isinstance(stream, AdataStream):
         return id(stream.adata)
-    name = getattr(stream, "address", stream.name)
+    return resolved(getattr(stream, "address", stream.name))
+
+
+def resolved(name: str) -> str:
+    """Return a path as an absolute path, and a URL unchanged."""
     return name if "://" in name else str(Path(name).resolve())
 
 

@@ -205,8 +205,9 @@ class Scattered:
             with path.open("rb", buffering=0) as file:
                 for start, stop in itertools.pairwise([*cuts.tolist(), len(cells)]):
                     dtype = self.genes_dtype if name == "genes" else _counts_dtype(wide[start])
-                    piece = np.fromfile(file, dtype, int(sizes[start:stop].sum()))
-                    if len(piece) != sizes[start:stop].sum():
+                    n_entries = int(sizes[start:stop].sum())
+                    piece = np.fromfile(file, dtype, n_entries)
+                    if len(piece) != n_entries:
                         raise DataError(f"the temporary file {str(path)!r} was shortened; convert again.")
                     _put_rows(piece, sizes[start:stop], targets[start:stop], values)
             path.unlink()
